@@ -103,7 +103,7 @@ PYTHON = [
     ),
     (
         "partitions do not rotate",
-        "hvd_sparse/threshold.py",
+        "hvd_sparse/partition.py",
         "number = (step + rank) % world_size",
         "number = rank % world_size",
         "torch test_micro",

@@ -46,8 +46,8 @@ CORE = [
     (
         "last part of a bucket skipped",
         "accumulate.cc",
-        "for (size_t i = 0; i < parts.size(); ++i) {",
-        "for (size_t i = 0; i + 1 < parts.size() || i == 0; ++i) {",
+        "for (size_t i = 0; i < parts.size(); ++i) {\n    const Part& part",
+        "for (size_t i = 0; i + 1 < parts.size() || i == 0; ++i) {\n    const Part& part",
         "bucket",
     ),
     (

@@ -5,7 +5,6 @@
 #include <type_traits>
 #include <utility>
 
-#include "accumulate_candidates.h"
 #include "candidates.h"
 #include "multiversion.h"
 #include "threshold.h"
@@ -211,14 +210,20 @@ Part CutPart(const Part& part, int64_t begin, int64_t end) {
   return cut;
 }
 
-const float* JoinResiduals(const std::vector<Part>& parts, int64_t n, std::vector<float>* copy) {
+float* ContiguousResiduals(const std::vector<Part>& parts, int64_t n) {
+  if (parts.empty()) return nullptr;
+  float* first = parts.front().feedback.residual;
   int64_t joined = 0;
   for (const Part& part : parts) {
-    const bool follows = part.begin == joined && part.feedback.residual == parts.front().feedback.residual + joined;
-    joined = follows ? joined + part.gradient.size : -1;
-    if (joined < 0) break;
+    if (part.begin != joined || part.feedback.residual != first + joined) return nullptr;
+    joined += part.gradient.size;
   }
-  if (joined == n) return parts.front().feedback.residual;
+  return joined == n ? first : nullptr;
+}
+
+const float* JoinResiduals(const std::vector<Part>& parts, int64_t n, std::vector<float>* copy) {
+  const float* joined = ContiguousResiduals(parts, n);
+  if (joined != nullptr) return joined;
   copy->assign(static_cast<size_t>(n), 0.0f);
   for (const Part& part : parts) std::copy_n(part.feedback.residual, part.gradient.size, copy->begin() + part.begin);
   return copy->data();
@@ -240,7 +245,9 @@ Status AccumulateTopK(const std::vector<Part>& parts, int64_t n, const SelectPar
   std::vector<float> copy;
   Array residual{nullptr, n, DType::kFloat32};
   if (!HasHint(select)) {
-    for (const Part& part : parts) *finite++ = Accumulate(part.gradient, part.params, parallel_for, part.feedback);
+    for (size_t i = 0; i < parts.size(); ++i) {
+      finite[i] = Accumulate(parts[i].gradient, parts[i].params, parallel_for, parts[i].feedback);
+    }
     residual.data = JoinResiduals(parts, n, &copy);
     return SelectTopK(residual, select, parallel_for, selection);
   }

@@ -51,9 +51,21 @@ struct Part {
 // Returns the section of a part that lies in [begin, end) of the joined tensors, with offsets relative to `begin`.
 Part CutPart(const Part& part, int64_t begin, int64_t end);
 
+// Returns the residuals of the parts as one array of n elements if they already are one in memory, else null. Only
+// computes with the addresses, which may be those of a device.
+float* ContiguousResiduals(const std::vector<Part>& parts, int64_t n);
+
 // Returns the residuals of the parts as one array of n elements, with zeros where there is no part. The parts must
 // ascend and not overlap. If they are not already contiguous in memory, the array is in `copy`.
 const float* JoinResiduals(const std::vector<Part>& parts, int64_t n, std::vector<float>* copy);
+
+template <typename T>
+class Candidates;  // in candidates.h, which kernels do not need
+
+// Updates the error feedback of the parts, and gathers the elements of the joined residuals (n elements) that reach the
+// threshold of `none`, which is an empty set of candidates.
+Candidates<float> AccumulateCandidates(const std::vector<Part>& parts, int64_t n, const Candidates<float>& none,
+                                       const ParallelFor& parallel_for, bool* finite);
 
 // Updates the error feedback of the parts, then selects the k largest of the joined residuals, n elements. The result
 // equals Accumulate followed by SelectTopK. A good threshold hint makes a single pass over the data suffice.

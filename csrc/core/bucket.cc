@@ -32,7 +32,7 @@ std::vector<float> ResidualsAt(const std::vector<Part>& parts, const std::vector
 // Selects from the stored residuals, without adding the gradients.
 Status SelectStored(const std::vector<Part>& parts, int64_t n, const SelectParams& select,
                     const ParallelFor& parallel_for, bool* finite, Selection* selection) {
-  for (const Part& part : parts) *finite++ = AllFinite(part.gradient, parallel_for);
+  for (size_t i = 0; i < parts.size(); ++i) finite[i] = AllFinite(parts[i].gradient, parallel_for);
   std::vector<float> copy;
   return SelectTopK({JoinResiduals(parts, n, &copy), n, DType::kFloat32}, select, parallel_for, selection);
 }
@@ -84,7 +84,8 @@ Status FilterFitted(const Part& part, bool active, FilterParams filter, const Pa
   const double bar = kFitMargin * filter.threshold;
   const bool guesses = active && bar > 0 && bar < HUGE_VAL;
   const float* residual = part.feedback.residual;
-  FitSample sample(n, filter.k, filter.fit);
+  static thread_local FitScratch scratch;  // kept from one tensor and step to the next
+  FitSample sample(n, filter.k, filter.fit, &scratch);
   *finite = active || *finite;  // if active, the loop finds it; else the caller has
   for (int64_t begin = 0; active && begin < n; begin += kFitSpan) {
     const Part span = CutPart(part, begin, begin + kFitSpan);

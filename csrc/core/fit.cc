@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstring>
 #include <iterator>
-#include <memory>
 
 #include "candidates.h"
 #include "multiversion.h"
@@ -180,19 +179,9 @@ bool HasNoTail(const float* values, int64_t n, double mean) {
   return std::count_if(values, values + n, [largest](float value) { return std::fabs(value) == largest; }) > 1;
 }
 
-// Returns a scratch buffer that the thread keeps. A new buffer for each tensor would be mapped and zeroed each time.
-float* Scratch(size_t which, int64_t n) {
-  static thread_local std::unique_ptr<float[]> memory[2];
-  static thread_local int64_t sizes[2];
-  if (sizes[which] < n) {
-    memory[which].reset(new float[static_cast<size_t>(n)]);
-    sizes[which] = n;
-  }
-  return memory[which].get();
-}
-
 // Fits all stages. first: the moments of all values, with threshold 0.
-Fit FitStages(const float* values, int64_t n, double density, const FitParams& params, const FitMoments& first) {
+Fit FitStages(const float* values, int64_t n, double density, const FitParams& params, const FitMoments& first,
+              FitScratch* scratch) {
   const bool is_one = params.stages == 1 || density >= kFirstDensity;
   const double later = is_one ? 1 : std::pow(density / kFirstDensity, 1.0 / static_cast<double>(params.stages - 1));
   Distribution kind = params.distribution;
@@ -202,11 +191,11 @@ Fit FitStages(const float* values, int64_t n, double density, const FitParams& p
   int64_t count = n;
   // The second stage reads all values again: a quarter of them reach its threshold, too many to be worth moving.
   const bool moves = !is_one && params.stages > 2;
-  float* kept = moves ? Scratch(0, n) : nullptr;
+  float* reaching = moves ? scratch->reaching.Room(n) : nullptr;
   for (int64_t stage = 1; stage < (is_one ? 1 : params.stages); ++stage) {
     if (stage > 1) {
-      count = Keep(left, count, SmallestReaching<float>(threshold), kept);
-      left = kept;
+      count = Keep(left, count, SmallestReaching<float>(threshold), reaching);
+      left = reaching;
     }
     FitMoments moments;
     AddMoments(left, count, threshold, &moments);
@@ -224,25 +213,34 @@ Fit FitStages(const float* values, int64_t n, double density, const FitParams& p
 
 }  // namespace
 
+float* ReusedArray::Room(int64_t n) {
+  if (size_ < n) {
+    memory_.reset(new float[static_cast<size_t>(n)]);
+    size_ = n;
+  }
+  return memory_.get();
+}
+
 int64_t FitRuns(int64_t n, int64_t k) {
   const int64_t size = std::max(kSmallestSample, kExpected * n / k);
   const int64_t wanted = size / kFitRun;
   return n <= size || wanted >= n / kFitRun ? 0 : wanted;
 }
 
-Fit FitTail(const float* values, int64_t n, double density, const FitParams& params) {
+Fit FitTail(const float* values, int64_t n, double density, const FitParams& params, FitScratch* scratch) {
   FitMoments first;
   AddMoments(values, n, 0, &first);
-  return FitStages(values, n, density, params, first);
+  return FitStages(values, n, density, params, first, scratch);
 }
 
-FitSample::FitSample(int64_t n, int64_t k, const FitParams& params)
+FitSample::FitSample(int64_t n, int64_t k, const FitParams& params, FitScratch* scratch)
     : n_(n),
       k_(k),
       params_(params),
       runs_(FitRuns(n, k)),
       strata_(std::max<int64_t>(1, n / kFitRun), std::max<int64_t>(1, runs_), params.seed),
-      values_(runs_ == 0 ? nullptr : Scratch(1, runs_ * kFitRun)) {
+      scratch_(scratch),
+      values_(runs_ == 0 ? nullptr : scratch->sample.Room(runs_ * kFitRun)) {
   next_ = strata_.Next() * kFitRun;
 }
 
@@ -257,9 +255,9 @@ void FitSample::Read(const float* residual, int64_t end) {
 
 Fit FitSample::Run(const float* residual) {
   const double density = static_cast<double>(k_) / static_cast<double>(n_);
-  if (runs_ == 0) return FitTail(residual, n_, density, params_);
+  if (runs_ == 0) return FitTail(residual, n_, density, params_, scratch_);
   Read(residual, n_);
-  return FitStages(values_, runs_ * kFitRun, density, params_, first_);
+  return FitStages(values_, runs_ * kFitRun, density, params_, first_, scratch_);
 }
 
 }  // namespace hvd_sparse

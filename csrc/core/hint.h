@@ -2,6 +2,7 @@
 // On CUDA these numbers stay on the device between steps.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "host_device.h"
@@ -18,6 +19,7 @@ struct Hint {
   double margin;
   double k;
 };
+static_assert(sizeof(Hint) == 3 * sizeof(double) && offsetof(Hint, k) == 2 * sizeof(double), "a row of the tensor");
 
 // Returns the hint for a selection of k elements; 0 if there is none.
 HVD_SPARSE_HD inline double HintFor(const Hint& hint, int64_t k) {

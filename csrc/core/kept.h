@@ -6,6 +6,9 @@
 
 namespace hvd_sparse {
 
+// Packs 8 bytes, each 0 or 1, into 8 bits: byte j becomes bit j.
+inline uint64_t PackEightBytes(uint64_t bytes) { return (bytes * 0x0102040810204080ull) >> 56; }
+
 // Calls function(i) in ascending order for each i in [0, n) with mask[i] != 0. The function may change the mask up to
 // byte i.
 template <typename Function>
@@ -20,7 +23,7 @@ inline void ForEachKept(const uint8_t* mask, int64_t n, Function&& function) {
       std::memcpy(&bytes, mask + i + kWord * w, sizeof bytes);
       constexpr uint64_t kLow = 0x7f7f7f7f7f7f7f7full;
       const uint64_t ones = ((((bytes & kLow) + kLow) | bytes) & ~kLow) >> 7;  // 1 for each nonzero byte
-      kept |= ((ones * 0x0102040810204080ull) >> 56) << (kWord * w);           // moves byte j to bit j
+      kept |= PackEightBytes(ones) << (kWord * w);
     }
     for (; kept != 0; kept &= kept - 1) function(i + __builtin_ctzll(kept));
   }

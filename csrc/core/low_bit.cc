@@ -78,8 +78,8 @@ class GroupClasses {
   std::vector<MagnitudeClass> sums_;
 };
 
-// Checks indices and segments when the number of elements is unknown, with kMaxElements as the limit.
-Status CheckIndices(const Segments& segments, const int64_t* indices, int64_t k) {
+// Checks segments, and that indices ascend, when the number of elements is unknown, with kMaxElements as the limit.
+Status CheckAscendingIndices(const Segments& segments, const int64_t* indices, int64_t k) {
   if (segments.empty()) return Status::Ok();
   HVD_SPARSE_RETURN_IF_ERROR(CheckAscending(indices, k, kMaxElements));
   return CheckSegments(segments, kMaxElements);
@@ -107,7 +107,7 @@ int64_t LowBitSize(DType dtype, int64_t k, const Segments& segments) {
 
 Status QuantizeLowBit(const float* values, const int64_t* indices, int64_t k, DType dtype, Level level,
                       const Segments& segments, float* result) {
-  HVD_SPARSE_RETURN_IF_ERROR(CheckIndices(segments, indices, k));
+  HVD_SPARSE_RETURN_IF_ERROR(CheckAscendingIndices(segments, indices, k));
   const Slots slots(segments, indices, k);
   const bool splits = CodeBits(dtype) == 2;
   const auto groups = static_cast<size_t>(slots.count);

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "candidates.h"
+#include "kept.h"
 #include "multiversion.h"
 #include "run_length.h"
 #include "threshold.h"
@@ -46,7 +47,7 @@ uint64_t BitsOfBytes(const uint8_t* bytes) {
   for (int j = 0; j < 8; ++j) {
     uint64_t eight;
     std::memcpy(&eight, bytes + 8 * j, sizeof eight);
-    bits |= ((eight * 0x0102040810204080ull) >> 56) << (8 * j);
+    bits |= PackEightBytes(eight) << (8 * j);
   }
   return bits;
 }
@@ -98,7 +99,7 @@ uint64_t LastTie(const Reaching& reaching, int64_t k, uint32_t least, uint64_t s
   return ties[static_cast<size_t>(k) - 1];
 }
 
-Status CheckIndices(const int64_t* indices, int64_t count, int64_t n) {
+Status CheckIndicesBelow(const int64_t* indices, int64_t count, int64_t n) {
   for (int64_t j = 0; j < count; ++j) {
     if (indices[j] < 0 || indices[j] >= n) {
       return Status::InvalidArgument("indices must be in [0, " + std::to_string(n) + "), got " +
@@ -195,7 +196,7 @@ Status SelectMarked(const Difference& difference, int64_t k, uint64_t seed, doub
 
 Status AddMarked(const int64_t* indices, const float* values, int64_t count, const float* minuend, double floor,
                  int64_t n, float* subtrahend, uint64_t* marks) {
-  HVD_SPARSE_RETURN_IF_ERROR(CheckIndices(indices, count, n));
+  HVD_SPARSE_RETURN_IF_ERROR(CheckIndicesBelow(indices, count, n));
   HVD_SPARSE_RETURN_IF_ERROR(CheckThreshold(floor));
   const uint32_t bar = CandidateBar<float>(floor);
   for (int64_t j = 0; j < count; ++j) {

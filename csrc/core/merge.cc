@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kWord = 64;
 constexpr int64_t kWindow = 1 << 15;  // elements added at a time, so that their sums fit into a cache
 
-// The entries [at, end) of a part, which have not been added yet.
+// The entries [at, end) of a list, which have not been added yet.
 struct Rest {
   int64_t at;
   int64_t end;
@@ -22,12 +22,12 @@ struct Rest {
 
 }  // namespace
 
-Status AddEntries(const Parts& parts, int64_t* indices, float* sums, int64_t* found) {
+Status MergeEntries(const EntryLists& lists, int64_t* indices, float* sums, int64_t* found) {
   std::vector<Rest> rests;
   int64_t end = 0;
-  for (int64_t part = 0; part < parts.count; ++part) {
-    rests.push_back({end, end + parts.counts[part]});
-    HVD_SPARSE_RETURN_IF_ERROR(CheckAscending(parts.indices + end, parts.counts[part], kMaxElements));
+  for (int64_t list = 0; list < lists.count; ++list) {
+    rests.push_back({end, end + lists.counts[list]});
+    HVD_SPARSE_RETURN_IF_ERROR(CheckAscending(lists.indices + end, lists.counts[list], kMaxElements));
     end = rests.back().end;
   }
   std::vector<float> window(kWindow, 0.0f);
@@ -36,21 +36,21 @@ Status AddEntries(const Parts& parts, int64_t* indices, float* sums, int64_t* fo
   while (true) {
     int64_t next = std::numeric_limits<int64_t>::max();
     for (const Rest& rest : rests) {
-      if (rest.at < rest.end) next = std::min(next, parts.indices[rest.at]);
+      if (rest.at < rest.end) next = std::min(next, lists.indices[rest.at]);
     }
     if (next == std::numeric_limits<int64_t>::max()) return Status::Ok();
     const int64_t begin = next / kWindow * kWindow;
     for (Rest& rest : rests) {
-      for (; rest.at < rest.end && parts.indices[rest.at] - begin < kWindow; ++rest.at) {
-        const auto place = static_cast<size_t>(parts.indices[rest.at] - begin);
-        if (parts.values) window[place] += parts.values[rest.at];
+      for (; rest.at < rest.end && lists.indices[rest.at] - begin < kWindow; ++rest.at) {
+        const auto place = static_cast<size_t>(lists.indices[rest.at] - begin);
+        if (lists.values) window[place] += lists.values[rest.at];
         present[place / kWord] |= uint64_t{1} << (place % kWord);
       }
     }
     for (size_t word = 0; word < present.size(); ++word) {
       for (uint64_t bits = present[word]; bits != 0; bits &= bits - 1) {
         const size_t place = word * kWord + static_cast<size_t>(__builtin_ctzll(bits));
-        if (parts.values) sums[*found] = window[place];
+        if (lists.values) sums[*found] = window[place];
         indices[(*found)++] = begin + static_cast<int64_t>(place);
         window[place] = 0.0f;
       }

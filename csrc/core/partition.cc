@@ -8,7 +8,6 @@
 #include <string>
 #include <utility>
 
-#include "accumulate_candidates.h"
 #include "candidates.h"
 #include "multiversion.h"
 #include "random.h"
@@ -22,7 +21,6 @@ constexpr double kLowest = 0.92;  // fraction of the share
 constexpr double kHighest = 1.08;
 constexpr double kLeeway = 4;      // elements: the number of elements in a small share varies by chance
 constexpr double kMargin = 0.98;   // elements above this fraction of the threshold are gathered, in case of too few
-constexpr double kAgain = 0.9;     // fraction of the threshold, used as the hint if the partition is read again
 constexpr int64_t kTogether = 64;  // runs of the sample that are prefetched together
 
 // Returns the m largest of the gathered entries, ordered by SelectTopK's total order, sorted by index.
@@ -118,10 +116,11 @@ class Selecting {
   // Selects all elements that reach the threshold.
   Status RunFilter(bool* finite, Partitioned* result) const {
     result->threshold = params_.threshold;
-    for (const Part& part : parts_) {
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      const Part& part = parts_[i];
       std::vector<int64_t> found;
       HVD_SPARSE_RETURN_IF_ERROR(AccumulateFilter(part.gradient, part.params, params_.threshold, parallel_for_,
-                                                  part.feedback, finite++, &found));
+                                                  part.feedback, finite + i, &found));
       for (const int64_t index : found) result->indices.push_back(params_.begin + part.begin + index);
     }
     return Status::Ok();
@@ -170,7 +169,8 @@ class Selecting {
     Selection largest;
     const float* values = JoinResiduals(parts_, size_, &copy);
     HVD_SPARSE_RETURN_IF_ERROR(SelectTopK({values, size_, DType::kFloat32},
-                                          {m, kAgain * params_.threshold, params_.seed}, parallel_for_, &largest));
+                                          {m, kRereadMargin * params_.threshold, params_.seed}, parallel_for_,
+                                          &largest));
     uint32_t smallest = 0;  // smallest nonzero magnitude
     for (const int64_t index : largest.indices) {
       const uint32_t bits = MagnitudeBits(values[index]);

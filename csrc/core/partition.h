@@ -15,6 +15,9 @@ constexpr int32_t kSketchBins = 64;   // bins of a sketch: a histogram of the ma
 constexpr int32_t kSketchBelow = 48;  // bins below the one of the threshold
 constexpr int64_t kSketchRun = 16;    // elements sampled together: one cache line
 
+// Fraction of the threshold that is the hint when a partition is read again, because the largest are selected instead.
+constexpr double kRereadMargin = 0.9;
+
 struct PartitionParams {
   int64_t begin = 0;  // the partition: elements [begin, end) of the joined parts
   int64_t end = 0;

@@ -127,9 +127,14 @@ int64_t ValuesAt(const PayloadFormat& format) {
 }
 
 Header MakeHeader(const PayloadFormat& format, int64_t entries) {
-  const auto coding = static_cast<uint8_t>(ResolveCoding(format.coding, format.n, format.k));
-  const auto n = static_cast<uint64_t>(format.n);
-  return {kMagic, kVersion, coding, static_cast<uint8_t>(format.dtype), 0, n, static_cast<uint64_t>(entries), 0, 0};
+  Header header{};
+  header.magic = kMagic;
+  header.version = kVersion;
+  header.coding = static_cast<uint8_t>(ResolveCoding(format.coding, format.n, format.k));
+  header.dtype = static_cast<uint8_t>(format.dtype);
+  header.n = static_cast<uint64_t>(format.n);
+  header.entries = static_cast<uint64_t>(entries);
+  return header;
 }
 
 void SealAround(const PayloadFormat& format, int64_t entries, int64_t size, uint32_t values_crc, uint8_t* payload) {

@@ -14,8 +14,8 @@ constexpr BitsOf<T> kRowNanKey = static_cast<BitsOf<T>>(kInfinityBits<T> + 1);
 template <typename T>
 HVD_SPARSE_HD inline BitsOf<T> RowKey(T value) {
   const BitsOf<T> bits = MagnitudeBits(value);
-  const BitsOf<T> missing = static_cast<BitsOf<T>>(kInfinityBits<T> + 1);
-  return bits < missing ? bits : missing;
+  constexpr BitsOf<T> kNan = kRowNanKey<T>;
+  return bits < kNan ? bits : kNan;
 }
 
 // Returns the tie value: a seeded hash of the column; for NaN and zeros, the column.

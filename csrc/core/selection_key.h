@@ -11,6 +11,8 @@ namespace hvd_sparse {
 constexpr uint64_t kNanKey = 0;
 constexpr uint64_t kZeroKey = 1;
 
+constexpr int kDigitBits = 11;  // bits of a digit, in a radix selection
+
 // Returns the key: numbers come first, by magnitude, then zeros, then NaN.
 template <typename T>
 HVD_SPARSE_HD inline uint64_t SelectionKey(T value) {

@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "selection_key.h"
+
 namespace hvd_sparse {
 namespace {
-
-constexpr int kDigitBits = 11;
 
 // NaN counts as zero.
 template <typename T>

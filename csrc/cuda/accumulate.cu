@@ -170,7 +170,7 @@ namespace {
 std::vector<AccumulateJob> JobsOf(const std::vector<Part>& parts, bool* finite) {
   std::vector<AccumulateJob> jobs;
   for (const Part& part : parts) {
-    jobs.push_back({part.gradient, part.params, part.feedback, finite + jobs.size(), true, {}, 0});
+    jobs.push_back(MakeAccumulateJob(part.gradient, part.params, part.feedback, finite + jobs.size()));
   }
   return jobs;
 }

@@ -14,11 +14,23 @@ struct AccumulateJob {
   Array gradient;
   AccumulateParams params;
   Feedback feedback;
-  bool* finite;           // set to false if a gradient element is not finite, else not written
-  bool active;            // false: the error feedback does not change; requires factor 1 and no weight decay
-  Candidates candidates;  // receives the elements that reach its bar; the state is null if none are gathered
-  int64_t begin;          // offset of this tensor in the selection, in elements
+  bool* finite;                // set to false if a gradient element is not finite, else not written
+  bool active;                 // false: the error feedback does not change; requires factor 1 and no weight decay
+  CandidateBuffer candidates;  // receives the elements that reach its bar; the state is null if none are gathered
+  int64_t begin;               // offset of this tensor in the selection, in elements
 };
+
+// Returns a job that updates the error feedback and gathers no candidates.
+inline AccumulateJob MakeAccumulateJob(const Array& gradient, const AccumulateParams& params, Feedback feedback,
+                                       bool* finite) {
+  AccumulateJob job{};
+  job.gradient = gradient;
+  job.params = params;
+  job.feedback = feedback;
+  job.finite = finite;
+  job.active = true;
+  return job;
+}
 
 // Tensors that one kernel can process.
 struct AccumulateGroup {

@@ -26,7 +26,11 @@ struct Batch {
 // Returns a batch of a single job.
 template <typename Job>
 Batch<Job> BatchOf(const Job& one, unsigned blocks) {
-  return {one, nullptr, nullptr, 1, blocks};
+  Batch<Job> batch{};
+  batch.one = one;
+  batch.count = 1;
+  batch.blocks = blocks;
+  return batch;
 }
 
 // Collects the items of tables on the host and uploads them to the device.
@@ -49,7 +53,10 @@ class Tables {
   template <typename Job>
   Batch<Job> AddBatch(const std::vector<Job>& jobs, const std::vector<unsigned>& sizes) {
     if (jobs.size() == 1) return BatchOf(jobs[0], sizes[0]);
-    return Divide(Batch<Job>{Job{}, Add(jobs), nullptr, static_cast<int64_t>(jobs.size()), 0}, sizes);
+    Batch<Job> batch{};
+    batch.many = Add(jobs);
+    batch.count = static_cast<int64_t>(jobs.size());
+    return Divide(batch, sizes);
   }
 
   // Returns the same jobs with other numbers of blocks, for kernels that have more or less to do.

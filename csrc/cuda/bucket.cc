@@ -14,17 +14,6 @@ std::vector<SelectSize> SizesOf(const BucketSelections& selections) {
   return sizes;
 }
 
-// Returns the residuals of the parts if they form one contiguous array of n elements, else null.
-const float* JoinedResiduals(const BucketSelection& selection) {
-  int64_t joined = 0;
-  for (const Part& part : selection.parts) {
-    const float* residual = part.feedback.residual;
-    if (part.begin != joined || residual != selection.parts[0].feedback.residual + joined) return nullptr;
-    joined += part.gradient.size;
-  }
-  return joined == selection.plan.n ? selection.parts[0].feedback.residual : nullptr;
-}
-
 std::vector<LowBitJob> LowBitJobsOf(const BucketSelections& selections, Level level) {
   std::vector<LowBitJob> jobs;
   for (const BucketSelection& selection : selections) {
@@ -69,7 +58,8 @@ struct BucketWork {
     int64_t before = 0;
     for (const BucketSelection& selection : selections) {
       SelectJob<float> job{};
-      job.elements = {JoinedResiduals(selection), nullptr, 0, selection.plan.n};
+      job.elements.data = ContiguousResiduals(selection.parts, selection.plan.n);
+      job.elements.n = selection.plan.n;
       if (job.elements.data == nullptr) {
         std::vector<Piece> pieces;
         for (const Part& part : selection.parts) {
@@ -98,8 +88,10 @@ struct BucketWork {
     std::vector<AccumulateJob> jobs;
     for (size_t s = 0; s < selections.size(); ++s) {
       for (const Part& part : selections[s].parts) {
-        AccumulateJob job{part.gradient, part.params,          part.feedback, finite + jobs.size(),
-                          active,        select.candidates[s], part.begin};
+        AccumulateJob job = MakeAccumulateJob(part.gradient, part.params, part.feedback, finite + jobs.size());
+        job.active = active;
+        job.candidates = select.candidates[s];
+        job.begin = part.begin;
         if (!active) {
           job.params.factor = 1;
           job.params.weight_decay = 0;

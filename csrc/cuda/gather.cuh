@@ -44,7 +44,7 @@ struct Candidate {
 
 // Writes a candidate if there is room.
 struct WriteCandidate {
-  const Candidates& to;
+  const CandidateBuffer& to;
 
   __device__ void operator()(int64_t slot, const Candidate& candidate) const {
     if (slot >= to.capacity) return;

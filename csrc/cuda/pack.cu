@@ -235,7 +235,12 @@ int64_t pack_workspace_size(const PayloadPlan& plan) {
 
 cudaError_t pack_launch(const PayloadPlan& plan, const int64_t* indices, const void* values, int64_t entries,
                         uint8_t* payload, void* workspace, cudaStream_t stream) {
-  std::vector<PackJob> jobs{{plan, indices, values, entries, payload, nullptr, nullptr, nullptr, nullptr}};
+  std::vector<PackJob> jobs(1);
+  jobs[0].plan = plan;
+  jobs[0].indices = indices;
+  jobs[0].values = values;
+  jobs[0].entries = entries;
+  jobs[0].payload = payload;
   const PackWork work(workspace, &jobs);
   Tables tables(static_cast<uint8_t*>(workspace) + work.size);
   jobs[0].plan = ForDevice(plan, &tables);

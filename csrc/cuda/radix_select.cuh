@@ -19,7 +19,7 @@ constexpr int64_t kTile = int64_t{kTileEach} * kThreads;  // fewest elements for
 constexpr int kTieBits = 64;
 constexpr Count kFewTies = kThreads;  // elements with the last key that are ranked at once, a thread each
 
-__device__ inline bool Fits(Count count, const SelectState& state, const Candidates& candidates) {
+__device__ inline bool Fits(Count count, const SelectState& state, const CandidateBuffer& candidates) {
   return count >= state.wanted && count <= static_cast<Count>(candidates.capacity);
 }
 
@@ -47,7 +47,7 @@ class SelectSource {
       ForAll(share_, see, end_tile);
       return;
     }
-    const Candidates& candidates = share_.job.candidates;
+    const CandidateBuffer& candidates = share_.job.candidates;
     const auto both = [&](int64_t i) { return Candidate{candidates.signed_keys[i], candidates.indices[i]}; };
     const auto see_both = [&](const Candidate& one, int64_t i) { see(one.signed_key, i < 0 ? -1 : one.index); };
     if (kNeedsIndex) {
@@ -119,7 +119,7 @@ HVD_SPARSE_HD inline Digit Highest(int bits) { return Below({bits, 0}); }
 // The last block's part of a pass: finds the digit of the element with the wanted rank. Rank 1 is the largest key, or
 // the smallest tie value.
 template <bool kTies>
-__device__ void FindDigit(const Candidates& candidates, const Digit& digit_of) {
+__device__ void FindDigit(const CandidateBuffer& candidates, const Digit& digit_of) {
   constexpr int kEach = kDigits / kThreads;
   using Scan = cub::BlockScan<Count, kThreads>;
   __shared__ typename Scan::TempStorage storage;
@@ -225,7 +225,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads) regather_kernel(Batch<SelectJob<T>> batch, unsigned pass) {
   __shared__ CollectedCandidates collected;
   const Share<SelectJob<T>> share = ShareOf(batch);
-  const Candidates& candidates = share.job.candidates;
+  const CandidateBuffer& candidates = share.job.candidates;
   SelectState* state = candidates.state;
   if (state->regather_after != pass) return;
   const uint64_t bar = state->key.prefix;

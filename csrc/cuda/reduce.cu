@@ -251,8 +251,7 @@ struct ReduceWork {
   ReduceWork(void* base, const ReduceSelections& selections, int64_t stride, int64_t rows)
       : decode(base, PlansOf(selections), rows, true), tables(static_cast<uint8_t*>(base) + decode.size) {
     for (const ReduceSelection& selection : selections) {
-      DecodeJob job{
-          ForDevice(selection.plan, &tables), selection.first, stride, decode.each[jobs.size()], {}, nullptr, 0, 0};
+      DecodeJob job = NextJob(selection.plan, selection.first, stride);
       if (IsWhole(selection)) {
         job.whole = selection.slices[0];
       } else {
@@ -272,15 +271,24 @@ struct ReduceWork {
   ReduceWork(void* base, const LocatedPayloads& payloads, float* out)
       : decode(base, PlansOf(payloads), 1), tables(static_cast<uint8_t*>(base) + decode.size) {
     for (const LocatedPayload& located : payloads) {
-      const auto rank = static_cast<int64_t>(jobs.size());
-      DecodeJob job{
-          ForDevice(located.plan, &tables), located.payload, 0, decode.each[jobs.size()], {}, nullptr, 0, rank};
+      DecodeJob job = NextJob(located.plan, located.payload, 0);
+      job.rank = static_cast<int64_t>(jobs.size());
       job.rows.failure = decode.failures;
       job.whole = {0, located.plan.n, {out, nullptr}};
       jobs.push_back(job);
       blocks.push_back(BlocksOf(job));
     }
     batch = tables.AddBatch(jobs, blocks);
+  }
+
+  // Returns the next of the jobs, without outputs.
+  DecodeJob NextJob(const PayloadPlan& plan, const uint8_t* data, int64_t stride) {
+    DecodeJob job{};
+    job.plan = ForDevice(plan, &tables);
+    job.data = data;
+    job.stride = stride;
+    job.rows = decode.each[jobs.size()];
+    return job;
   }
 
   template <typename BlocksOfPlan>
@@ -345,14 +353,13 @@ cudaError_t clear_launch(const ReduceSelections& selections, float retained, Dec
 }
 
 int64_t reduce_payloads_workspace_size(const PayloadPlan& plan, int64_t ranks) {
-  return reduce_workspace_size({{plan, nullptr, {{0, plan.n, {nullptr, nullptr}}}}}, ranks);
+  return reduce_workspace_size(WholeSelection(plan, nullptr, nullptr), ranks);
 }
 
 cudaError_t reduce_payloads_launch(const PayloadPlan& plan, const uint8_t* gathered, int64_t ranks, int64_t stride,
                                    float scale, float* out, DecodeStatus* status, void* workspace,
                                    cudaStream_t stream) {
-  return reduce_launch({{plan, gathered, {{0, plan.n, {out, nullptr}}}}}, ranks, stride, scale, status, workspace,
-                       stream);
+  return reduce_launch(WholeSelection(plan, gathered, out), ranks, stride, scale, status, workspace, stream);
 }
 
 int64_t reduce_located_workspace_size(const LocatedPayloads& payloads) {
@@ -375,12 +382,12 @@ cudaError_t reduce_located_launch(const LocatedPayloads& payloads, float scale, 
 }
 
 int64_t unpack_workspace_size(const PayloadPlan& plan) {
-  return WorkspaceSize({{plan, nullptr, {{0, plan.n, {nullptr, nullptr}}}}}, 1);
+  return WorkspaceSize(WholeSelection(plan, nullptr, nullptr), 1);
 }
 
 cudaError_t unpack_launch(const PayloadPlan& plan, const uint8_t* payload, int64_t* report, int64_t* indices,
                           void* values, void* workspace, cudaStream_t stream) {
-  const ReduceWork work(workspace, {{plan, payload, {{0, plan.n, {nullptr, nullptr}}}}}, 0, 1);
+  const ReduceWork work(workspace, WholeSelection(plan, payload, nullptr), 0, 1);
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(work.Begin(stream));
   HVD_SPARSE_CUDA_RETURN_IF_ERROR(decode_launch(work.batch, 0, 1, work.decode, stream));
   return Launch(unpack_kernel, BlocksFor(plan.k), kThreads, stream, work.batch.one, report, indices, values);

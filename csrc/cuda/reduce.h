@@ -24,6 +24,11 @@ struct ReduceSelection {
 };
 using ReduceSelections = std::vector<ReduceSelection>;
 
+// Returns a selection whose sums of all n elements are `out`.
+inline ReduceSelections WholeSelection(const PayloadPlan& plan, const uint8_t* first, float* out) {
+  return {{plan, first, {{0, plan.n, {out, nullptr}}}}};
+}
+
 int64_t reduce_workspace_size(const ReduceSelections& selections, int64_t ranks);
 
 // Sums payloads and sets the residuals of the slices. A selection's payload of rank r is r * stride bytes after the

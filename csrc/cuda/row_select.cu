@@ -63,7 +63,7 @@ __device__ void SearchRow(RowSearch* search, int64_t rank, int64_t columns, int 
 template <typename T>
 __device__ void SelectRow(const T* row, int64_t columns, int64_t k, uint64_t seed, uint8_t* mask, double* threshold) {
   __shared__ RowSearch search;
-  constexpr BitsOf<T> kFirst = static_cast<BitsOf<T>>(kInfinityBits<T> + 1);  // the largest key has rank 1
+  constexpr BitsOf<T> kFirst = kRowNanKey<T>;  // the largest key has rank 1
   SearchRow(&search, k, columns, 8 * sizeof(T), [&](int64_t c, uint64_t* number) {
     *number = static_cast<uint64_t>(kFirst - RowKey(row[c]));
     return true;

@@ -29,7 +29,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads) gather_kernel(Batch<SelectJob<T>> batch) {
   __shared__ CollectedCandidates collected;
   const Share<SelectJob<T>> share = ShareOf(batch);
-  const Candidates& candidates = share.job.candidates;
+  const CandidateBuffer& candidates = share.job.candidates;
   if (!candidates.state->hinted) return;
   const uint64_t bar = candidates.state->bar;
   const WriteCandidate write{candidates};
@@ -181,8 +181,11 @@ cudaError_t select_top_k_launch(const Array& values, const SelectParams& params,
   const SelectWork work(workspace, {{values.size, params.k}}, ItemSize(values.dtype));
   return Dispatch(values, [&](const auto* data) {
     using T = std::decay_t<decltype(*data)>;
+    Elements<T> elements{};
+    elements.data = data;
+    elements.n = values.size;
     Batch<SelectJob<T>> batch{};
-    HVD_SPARSE_CUDA_RETURN_IF_ERROR(PrepareOne<T>({data, nullptr, 0, values.size}, params, output, work, &batch));
+    HVD_SPARSE_CUDA_RETURN_IF_ERROR(PrepareOne(elements, params, output, work, &batch));
     HVD_SPARSE_CUDA_RETURN_IF_ERROR(Begin(batch, work, stream));
     HVD_SPARSE_CUDA_RETURN_IF_ERROR(
         Launch(gather_kernel<T>, BlocksFor(values.size, 8 * kThreads), kThreads, stream, batch));

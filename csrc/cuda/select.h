@@ -40,7 +40,7 @@ struct SelectWork {
   SelectWork(void* base, const std::vector<SelectSize>& sizes, int64_t item_size);
 
   SelectState* states;
-  std::vector<Candidates> candidates;
+  std::vector<CandidateBuffer> candidates;
   int64_t total;        // sum of all k
   uint64_t* kept;       // [total]: the selected indices of all selections, tagged
   bool carries_values;  // they are the upper half, and the lower half is the value: gathering values would be slow

@@ -4,10 +4,10 @@
 #include <cstdint>
 
 #include "../core/hint.h"
+#include "../core/selection_key.h"
 
 namespace hvd_sparse {
 
-constexpr int kDigitBits = 11;
 constexpr int kDigits = 1 << kDigitBits;
 
 // The search for a number by its digits, starting with the highest.
@@ -32,8 +32,8 @@ struct SelectState {
   unsigned long long histogram[kDigits];  // counts of one digit, or tie values; zero between passes
 };
 
-// The elements that reach the bar, in any order.
-struct Candidates {
+// Room for the elements that reach the bar, in any order.
+struct CandidateBuffer {
   SelectState* state;  // null: none are gathered
   uint64_t* signed_keys;
   int64_t* indices;
@@ -61,7 +61,7 @@ struct Elements {
 template <typename T>
 struct SelectJob {
   Elements<T> elements;
-  Candidates candidates;
+  CandidateBuffer candidates;
   double threshold;  // the hint; 0 if there is none
   Hint* hint;        // unless null, replaces `threshold` and is updated
   int64_t k;

@@ -55,8 +55,9 @@ cudaError_t select_threshold_launch(const Array& values, const ThresholdPlan& pl
           Launch(sample_kernel<T>, BlocksFor(plan.size), kThreads, stream, data, values.size, plan.size, seed, sample));
     }
     SelectJob<T> job{};
-    job.elements = {plan.is_sampled ? sample : data, nullptr, 0, plan.size};
-    job.candidates = {work.state, nullptr, nullptr, 0};
+    job.elements.data = plan.is_sampled ? sample : data;
+    job.elements.n = plan.size;
+    job.candidates.state = work.state;  // without room: all elements are read
     unsigned blocks = 0;
     HVD_SPARSE_CUDA_RETURN_IF_ERROR(BusyBlocksFor(plan.size, kTile, &blocks));
     HVD_SPARSE_CUDA_RETURN_IF_ERROR(FindKey(BatchOf(job, blocks), stream));

@@ -17,7 +17,7 @@ HVD_SPARSE_API int hvd_sparse_add_entries(const int64_t* indices, const float* v
                                           int64_t parts, int64_t* sum_indices, float* sums, int64_t* found,
                                           char* message) {
   return Guarded(message,
-                 [&] { return hvd_sparse::AddEntries({indices, values, counts, parts}, sum_indices, sums, found); });
+                 [&] { return hvd_sparse::MergeEntries({indices, values, counts, parts}, sum_indices, sums, found); });
 }
 
 // common[count].

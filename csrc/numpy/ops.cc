@@ -14,13 +14,14 @@ using hvd_sparse::FormatOf;
 using hvd_sparse::Guarded;
 using hvd_sparse::SerialFor;
 
-// `hvd_sparse.native` defines a structure with the same layout.
+// `hvd_sparse.native` defines a structure with the same layout; see HvdSparseForm.
 struct HvdSparseRule {
   float factor;
   float momentum;
   float weight_decay;
   int32_t nesterov;
 };
+static_assert(sizeof(HvdSparseRule) == 16 && offsetof(HvdSparseRule, nesterov) == 12);
 
 namespace {
 

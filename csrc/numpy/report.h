@@ -1,9 +1,10 @@
 // Error reporting of the C functions for NumPy. Each function returns 0 on success, 1 for a wrong argument, 2 for a
-// damaged payload, 3 for want of memory and 4 for another exception. On an error it writes the reason to
+// damaged payload, 3 for want of memory and 4 for any other exception. On an error it writes the reason to
 // message[kMessageBytes].
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <exception>
 #include <new>
@@ -15,7 +16,8 @@
 
 #define HVD_SPARSE_API extern "C" __attribute__((visibility("default")))
 
-// `hvd_sparse.native_call` defines a structure with the same layout.
+// `hvd_sparse.native_call` defines a structure with the same layout; tests/single/test_native_structures.py compares
+// them.
 struct HvdSparseForm {
   int64_t n;
   int64_t k;
@@ -24,6 +26,7 @@ struct HvdSparseForm {
   const int64_t* segments;  // pairs of begin and channels
   int64_t segment_count;
 };
+static_assert(sizeof(HvdSparseForm) == 40 && offsetof(HvdSparseForm, segment_count) == 32);
 
 namespace hvd_sparse {
 
@@ -49,6 +52,9 @@ int Guarded(char* message, const Body& body) noexcept {
     return 3;
   } catch (const std::exception& error) {
     WriteMessage(error.what(), message);
+    return 4;
+  } catch (...) {
+    WriteMessage("unknown exception", message);
     return 4;
   }
 }

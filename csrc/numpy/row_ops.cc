@@ -7,13 +7,14 @@
 using hvd_sparse::Guarded;
 using hvd_sparse::SerialFor;
 
-// `hvd_sparse.native_rows` defines a structure with the same layout.
+// `hvd_sparse.native_rows` defines a structure with the same layout; see HvdSparseForm.
 struct HvdSparseMatrix {
   const void* data;
   int64_t rows;
   int64_t columns;
   int32_t dtype;
 };
+static_assert(sizeof(HvdSparseMatrix) == 32 && offsetof(HvdSparseMatrix, dtype) == 24);
 
 namespace {
 

@@ -14,13 +14,14 @@ class AccumulateBucketKernel : public AccumulateBucketBase {
  protected:
   absl::Status Fill(const Call& call, const std::vector<Filling>& fillings, bool active, Level level, double* info,
                     bool* finite) const override {
-    for (const Filling& filling : fillings) {
+    for (size_t i = 0; i < fillings.size(); ++i) {
+      const Filling& filling = fillings[i];
       Selection found;
       TF_RETURN_IF_ERROR(call.Report(AccumulateAndPack(filling.parts, active, filling.select, filling.format, level,
                                                        call.Pool(), filling.payload, finite, &found)));
       finite += filling.parts.size();
-      *info++ = found.threshold;
-      *info++ = static_cast<double>(found.passed);
+      info[2 * i] = found.threshold;
+      info[2 * i + 1] = static_cast<double>(found.passed);
     }
     return absl::OkStatus();
   }

@@ -23,8 +23,12 @@ class CudaAccumulateBucketKernel : public AccumulateBucketBase {
     BucketSelections selections;
     for (const Filling& filling : fillings) {
       TF_RETURN_IF_ERROR(CheckValues(call, filling.format));
-      selections.push_back({{}, filling.parts, filling.select, nullptr, filling.payload});
-      TF_RETURN_IF_ERROR(PlanOf(call, filling.format, &selections.back().plan));
+      BucketSelection selection{};
+      TF_RETURN_IF_ERROR(PlanOf(call, filling.format, &selection.plan));
+      selection.parts = filling.parts;
+      selection.select = filling.select;
+      selection.payload = filling.payload;
+      selections.push_back(std::move(selection));
     }
     DeviceWork work;
     int64_t size = 0;

@@ -72,7 +72,8 @@ class CudaAccumulateKernel : public FeedbackKernel {
     TF_RETURN_IF_ERROR(work.Open(call));
     if (!job.is_active) return CudaStatus(all_finite_launch(job.gradient, finite, work.stream()));
     TF_RETURN_IF_ERROR(CudaStatus(cudaMemsetAsync(finite, 1, sizeof(bool), work.stream())));
-    return CudaStatus(accumulate_launch({job.gradient, job.params, job.feedback, finite, true, {}, 0}, work.stream()));
+    return CudaStatus(
+        accumulate_launch(MakeAccumulateJob(job.gradient, job.params, job.feedback, finite), work.stream()));
   }
 };
 
@@ -126,12 +127,12 @@ class CudaReducePayloadsKernel : public FormatKernel {
     TF_RETURN_IF_ERROR(call.Number("offset", &offset));
     TF_RETURN_IF_ERROR(call.Number("scale", &scale));
     const Tensor& gathered = call.context()->input(0);
-    if (gathered.dims() != 2 || offset < 0 || size > gathered.dim_size(1) - offset ||
-        gathered.dim_size(0) >= kMostRanks) {
+    if (gathered.dims() != 2 || offset < 0 || size > gathered.dim_size(1) - offset) {
       return call.Invalid("gathered must be [ranks, bytes] with ", size, " bytes at offset ", offset, ", got ",
                           gathered.shape().DebugString());
     }
     const int64_t ranks = gathered.dim_size(0);
+    TF_RETURN_IF_ERROR(call.Report(CheckRanks(ranks)));
     TF_RETURN_IF_ERROR(call.Output("sum", {format.n}, &sum));
     TF_RETURN_IF_ERROR(work.Open(call));
     TF_RETURN_IF_ERROR(work.Allocate(reduce_payloads_workspace_size(plan, ranks), &workspace));

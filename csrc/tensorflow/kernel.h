@@ -141,7 +141,7 @@ class Call {
     return Dispatch(values, [&](const auto* data) {
       std::decay_t<decltype(*data)>* out = nullptr;
       TF_RETURN_IF_ERROR(Output("selected", shape, &out));
-      for (const int64_t index : selected) *out++ = data[index];
+      for (size_t j = 0; j < selected.size(); ++j) out[j] = data[selected[j]];
       return absl::OkStatus();
     });
   }
@@ -200,6 +200,8 @@ class Kernel : public tensorflow::OpKernel {
       OP_REQUIRES(context, false, absl::ResourceExhaustedError(absl::StrCat("hvd_sparse.", verb_, ": out of memory")));
     } catch (const std::exception& error) {
       OP_REQUIRES(context, false, absl::InternalError(absl::StrCat("hvd_sparse.", verb_, ": ", error.what())));
+    } catch (...) {
+      OP_REQUIRES(context, false, absl::InternalError(absl::StrCat("hvd_sparse.", verb_, ": unknown exception")));
     }
   }
 

@@ -122,6 +122,7 @@ class ReducePayloadsKernel : public FormatKernel {
       return call.Invalid("gathered must be [ranks, bytes] with ", size, " bytes at offset ", offset, ", got ",
                           gathered.shape().DebugString());
     }
+    TF_RETURN_IF_ERROR(call.Report(CheckRanks(gathered.dim_size(0))));
     TF_RETURN_IF_ERROR(call.Output("sum", {format.n}, &sum));
     const auto* first = static_cast<const uint8_t*>(gathered.data()) + offset;
     return call.Report(

@@ -51,8 +51,8 @@ class FilterBucketKernel : public AccumulatingKernel {
       Filtered found;
       TF_RETURN_IF_ERROR(call.Report(FilterAndPack(parts[i], lists.is_active, filters[i], formats[i], level_,
                                                    call.Pool(), &message, finite + i, &found)));
-      *info++ = found.threshold;
-      *info++ = static_cast<double>(found.count);
+      info[2 * i] = found.threshold;
+      info[2 * i + 1] = static_cast<double>(found.count);
     }
     TF_RETURN_IF_ERROR(call.Output("message", {static_cast<int64_t>(message.size())}, &out));
     std::copy(message.begin(), message.end(), out);
@@ -121,7 +121,7 @@ class AccumulatePartitionKernel : public AccumulatingKernel {
     if (lists.is_active) {
       TF_RETURN_IF_ERROR(call.Report(AccumulatePartition(parts, params, call.Pool(), finite, &found)));
     } else {
-      for (const Part& part : parts) *finite++ = AllFinite(part.gradient, call.Pool());
+      for (size_t i = 0; i < parts.size(); ++i) finite[i] = AllFinite(parts[i].gradient, call.Pool());
     }
     return Give(call, found);
   }
@@ -133,8 +133,8 @@ class AccumulatePartitionKernel : public AccumulatingKernel {
     TF_RETURN_IF_ERROR(call.Output("indices", {static_cast<int64_t>(found.indices.size())}, &indices));
     TF_RETURN_IF_ERROR(call.Output("sketch", {1 + kSketchBins}, &sketch));
     std::copy(found.indices.begin(), found.indices.end(), indices);
-    *sketch++ = static_cast<float>(found.base);
-    std::copy(found.sketch.begin(), found.sketch.end(), sketch);
+    sketch[0] = static_cast<float>(found.base);
+    std::copy(found.sketch.begin(), found.sketch.end(), sketch + 1);
     return absl::OkStatus();
   }
 };

@@ -35,7 +35,7 @@ inline void TorchParallelFor(int64_t begin, int64_t end, int64_t grain, const Ra
   });
 }
 
-// Registers an op so that its calling thread keeps denormals, too: m.impl(name, &WithDenormals<&Op>::Call).
+// An op whose calling thread keeps denormals, too.
 template <auto op>
 struct WithDenormals;
 
@@ -47,16 +47,23 @@ struct WithDenormals<op> {
   }
 };
 
+// In TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m): registers a function as the op of this name.
+#define HVD_SPARSE_IMPL(name, function) m.impl(name, &::hvd_sparse::WithDenormals<&::hvd_sparse::function>::Call)
+
 inline void Raise(const char* op, const Status& status) {
   TORCH_CHECK_VALUE(status.ok(), "hvd_sparse.", op, ": ", status.message);
 }
 
-inline void CheckTensor(const char* op, const char* name, const Tensor& tensor, at::ScalarType dtype,
-                        at::Device device = at::kCPU) {
+inline void CheckDevice(const char* op, const char* name, const Tensor& tensor, at::Device device) {
   TORCH_CHECK_VALUE(!device.is_cpu() || tensor.device().is_cpu(), "hvd_sparse.", op, ": ", name,
                     " must be a CPU tensor, got ", tensor.device());
   TORCH_CHECK_VALUE((device.is_cpu() || tensor.device() == device), "hvd_sparse.", op, ": ", name, " must be on ",
                     device, ", as the others are; got ", tensor.device());
+}
+
+inline void CheckTensor(const char* op, const char* name, const Tensor& tensor, at::ScalarType dtype,
+                        at::Device device = at::kCPU) {
+  CheckDevice(op, name, tensor, device);
   TORCH_CHECK_VALUE(tensor.scalar_type() == dtype, "hvd_sparse.", op, ": ", name, " must be ", dtype, ", got ",
                     tensor.scalar_type());
   TORCH_CHECK_VALUE(tensor.is_contiguous(), "hvd_sparse.", op, ": ", name, " must be contiguous");

@@ -40,12 +40,14 @@ inline void CheckStages(const char* op, int64_t stages) {
   TORCH_CHECK_VALUE(stages >= 1, "hvd_sparse.", op, ": stages must be >= 1, got ", stages);
 }
 
-// Writes the fits of several tensors as rows of fit_thresholds' result, on several threads. fit: returns that of one.
+// Writes the fits of several tensors as rows of fit_thresholds' result, on several threads. fit(i, scratch): returns
+// that of one.
 template <typename FitOne>
 void FitEach(size_t count, double* rows, const FitOne& fit) {
   TorchParallelFor(0, static_cast<int64_t>(count), 1, [&](int64_t begin, int64_t end) {
+    static thread_local FitScratch scratch;  // kept from one step to the next
     for (int64_t i = begin; i < end; ++i) {
-      const Fit found = fit(static_cast<size_t>(i));
+      const Fit found = fit(static_cast<size_t>(i), &scratch);
       rows[2 * i] = found.threshold;
       rows[2 * i + 1] = found.is_misfit ? 1 : 0;
     }
@@ -115,7 +117,7 @@ struct BucketInputs {
   // Returns the part of member i. `flat` stores contiguous copies of gradients that are not contiguous.
   Part PartOf(const char* op, size_t i, int64_t begin, at::Device device, std::vector<Tensor>* flat) const {
     flat->push_back(gradients[i].contiguous());
-    CheckTensor(op, "gradient", flat->back(), flat->back().scalar_type(), device);
+    CheckDevice(op, "gradient", flat->back(), device);
     Tensor residual = residuals[i];
     std::optional<Tensor> velocity = MemberOf(velocities, i);
     const Accumulation a = AsAccumulation(op, flat->back(), residual, velocity, MemberOf(parameters, i), factors[i],
@@ -129,7 +131,11 @@ inline std::vector<Part> VectorParts(const char* op, TensorList gradients, Tenso
                                      at::ArrayRef<double> factors, IntArrayRef begins, at::Device device,
                                      std::vector<Tensor>* flat) {
   const std::vector<double> decays(gradients.size(), 0.0);
-  const BucketInputs in{gradients, residuals, {}, {}, factors, 0.0, false, decays};
+  BucketInputs in{};  // without velocities and parameters
+  in.gradients = gradients;
+  in.residuals = residuals;
+  in.factors = factors;
+  in.weight_decays = decays;
   in.Check(op, gradients.size());
   CheckCounts(op, "member", gradients.size(), {{"begins", begins.size()}});
   std::vector<Part> parts;
@@ -141,8 +147,8 @@ inline std::vector<Part> VectorParts(const char* op, TensorList gradients, Tenso
 inline Tensor SketchTensor(const Partitioned& found) {
   Tensor sketch = at::empty({1 + kSketchBins}, at::kFloat);
   auto* row = sketch.mutable_data_ptr<float>();
-  *row++ = static_cast<float>(found.base);
-  std::copy(found.sketch.begin(), found.sketch.end(), row);
+  row[0] = static_cast<float>(found.base);
+  std::copy(found.sketch.begin(), found.sketch.end(), row + 1);
   return sketch;
 }
 

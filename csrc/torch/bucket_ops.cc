@@ -26,7 +26,6 @@ std::tuple<Tensor, Tensor> AccumulateBucketOp(TensorList gradients, TensorList r
   const Level kind = ParseLevel(op, level);
   Tensor info = at::empty({static_cast<int64_t>(bucket.selections().size()), 2}, at::kDouble);
   Tensor finite = at::empty({static_cast<int64_t>(bucket.members())}, at::kBool);
-  auto* row = info.mutable_data_ptr<double>();
   std::vector<Tensor> flat;
   std::vector<std::vector<Part>> parts;  // all members are checked before one changes
   for (const SelectionLayout& selection : bucket.selections()) {
@@ -41,8 +40,9 @@ std::tuple<Tensor, Tensor> AccumulateBucketOp(TensorList gradients, TensorList r
                                 kind, TorchParallelFor, out.mutable_data_ptr<uint8_t>() + selection.offset,
                                 finite.mutable_data_ptr<bool>() + selection.first, &found));
     LearnHint(hint, k, found.threshold, found.passed);
-    *row++ = found.threshold;
-    *row++ = static_cast<double>(found.passed);
+    double* row = info.mutable_data_ptr<double>() + 2 * i;
+    row[0] = found.threshold;
+    row[1] = static_cast<double>(found.passed);
   }
   return {info, finite};
 }
@@ -74,8 +74,9 @@ void ReduceBucketOp(const Tensor& gathered, TensorList outs, double scale, IntAr
   const Bucket bucket(op, ParseForm(op, sizes, channels, joint, coding, value_dtype), ks, members);
   CheckCounts(op, "member", bucket.members(), {{"outs", outs.size()}});
   CheckTensor(op, "gathered", gathered, at::kByte);
-  TORCH_CHECK_VALUE(gathered.dim() == 2 && gathered.size(0) > 0, "hvd_sparse.", op,
-                    ": gathered must be [ranks, bytes], got ", gathered.sizes());
+  TORCH_CHECK_VALUE(gathered.dim() == 2, "hvd_sparse.", op, ": gathered must be [ranks, bytes], got ",
+                    gathered.sizes());
+  Raise(op, CheckRanks(gathered.size(0)));
   bucket.CheckBytes("gathered", gathered.size(1));
   std::vector<Sum> sums;
   for (const SelectionLayout& selection : bucket.selections()) {
@@ -110,7 +111,7 @@ TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
 }
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {
-  m.impl("accumulate_bucket", &hvd_sparse::WithDenormals<&hvd_sparse::AccumulateBucketOp>::Call);
-  m.impl("clear_bucket", &hvd_sparse::WithDenormals<&hvd_sparse::ClearBucketOp>::Call);
-  m.impl("reduce_bucket", &hvd_sparse::WithDenormals<&hvd_sparse::ReduceBucketOp>::Call);
+  HVD_SPARSE_IMPL("accumulate_bucket", AccumulateBucketOp);
+  HVD_SPARSE_IMPL("clear_bucket", ClearBucketOp);
+  HVD_SPARSE_IMPL("reduce_bucket", ReduceBucketOp);
 }

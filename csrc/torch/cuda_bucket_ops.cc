@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "../cuda/bucket.h"
@@ -38,14 +39,14 @@ std::tuple<Tensor, Tensor> AccumulateBucketOp(TensorList gradients, TensorList r
   std::vector<Tensor> flat;
   BucketSelections selections;
   for (const SelectionLayout& selection : bucket.selections()) {
-    const PayloadPlan plan = PlanOf(call, selection.format);
-    uint8_t* payload = out.mutable_data_ptr<uint8_t>() + selection.offset;
-    CheckAligned(call, "out", payload);
-    selections.push_back({plan,
-                          PartsOf(op, bucket, selection, in, call.device(), &flat),
-                          {plan.k, 0, static_cast<uint64_t>(seed)},
-                          static_cast<Hint*>(hints.mutable_data_ptr()) + selection.index,
-                          payload});
+    BucketSelection job{};
+    job.plan = PlanOf(call, selection.format);
+    job.payload = out.mutable_data_ptr<uint8_t>() + selection.offset;
+    CheckAligned(call, "out", job.payload);
+    job.parts = PartsOf(op, bucket, selection, in, call.device(), &flat);
+    job.select.seed = static_cast<uint64_t>(seed);
+    job.hint = static_cast<Hint*>(hints.mutable_data_ptr()) + selection.index;
+    selections.push_back(std::move(job));
   }
   int64_t size = 0;
   call.Run(accumulate_bucket_workspace_size(selections, &size));
@@ -84,8 +85,9 @@ void ReduceBucketOp(const Tensor& gathered, TensorList outs, double scale, IntAr
   const Bucket bucket(op, ParseForm(op, sizes, channels, joint, coding, value_dtype), ks, members);
   CheckCounts(op, "member", bucket.members(), {{"outs", outs.size()}});
   call.CheckTensorHere("gathered", gathered, at::kByte);
-  TORCH_CHECK_VALUE(gathered.dim() == 2 && gathered.size(0) > 0 && gathered.size(0) < kMostRanks, "hvd_sparse.", op,
-                    ": gathered must be [ranks, bytes], got ", gathered.sizes());
+  TORCH_CHECK_VALUE(gathered.dim() == 2, "hvd_sparse.", op, ": gathered must be [ranks, bytes], got ",
+                    gathered.sizes());
+  call.Check(CheckRanks(gathered.size(0)));
   bucket.CheckBytes("gathered", gathered.size(1));
   ReduceSelections sums;
   for (const SelectionLayout& selection : bucket.selections()) {

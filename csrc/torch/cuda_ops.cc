@@ -62,7 +62,7 @@ Tensor AccumulateOp(const Tensor& gradient, Tensor residual, std::optional<Tenso
   const Accumulation a =
       AsAccumulation(call.op(), flat, residual, velocity, parameter, factor, momentum, nesterov, weight_decay);
   Tensor finite = at::ones({}, at::TensorOptions().device(call.device()).dtype(at::kBool));
-  call.Run(accumulate_launch({a.gradient, a.params, a.feedback, finite.mutable_data_ptr<bool>(), true, {}, 0},
+  call.Run(accumulate_launch(MakeAccumulateJob(a.gradient, a.params, a.feedback, finite.mutable_data_ptr<bool>()),
                              call.stream()));
   return finite;
 }
@@ -78,8 +78,10 @@ std::tuple<Tensor, Tensor, Tensor> SelectTopKOp(const Tensor& values, int64_t k,
   Tensor indices = call.Empty({k}, at::kLong);
   Tensor selected = call.Empty({k}, flat.scalar_type());
   Tensor info = call.Empty({2}, at::kDouble);
-  const SelectOutput output{indices.mutable_data_ptr<int64_t>(), selected.data_ptr(), info.mutable_data_ptr<double>(),
-                            nullptr};
+  SelectOutput output{};
+  output.indices = indices.mutable_data_ptr<int64_t>();
+  output.values = selected.data_ptr();
+  output.info = info.mutable_data_ptr<double>();
   call.Run(select_top_k_launch(array, {k, threshold_hint, static_cast<uint64_t>(seed)}, output, workspace.data_ptr(),
                                call.stream()));
   return {indices, selected, info};
@@ -178,7 +180,7 @@ void ReducePayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t
   TORCH_CHECK_VALUE(gathered.dim() == 2 && offset >= 0 && plan.size <= gathered.size(1) - offset, "hvd_sparse.",
                     call.op(), ": gathered must be [ranks, bytes] with ", plan.size, " bytes at offset ", offset,
                     ", got ", gathered.sizes());
-  TORCH_CHECK_VALUE(gathered.size(0) < kMostRanks, "hvd_sparse.", call.op(), ": too many ranks");
+  call.Check(CheckRanks(gathered.size(0)));
   TORCH_CHECK_VALUE(out.numel() == n, "hvd_sparse.", call.op(), ": out must have ", n, " elements, got ", out.numel());
   const Tensor workspace = call.Bytes(reduce_payloads_workspace_size(plan, gathered.size(0)));
   call.Run(reduce_payloads_launch(plan, gathered.const_data_ptr<uint8_t>() + offset, gathered.size(0), gathered.size(1),
@@ -202,10 +204,11 @@ void ReduceLocatedOp(const Tensor& gathered, const Tensor& places, int64_t n, Te
   call.CheckTensorHere("gathered", gathered, at::kByte);
   call.CheckTensorHere("out", out, at::kFloat);
   CheckTensor(call.op(), "places", places, at::kLong);
-  TORCH_CHECK_VALUE(places.dim() == 2 && places.size(0) == 2 && places.size(1) < kMostRanks, "hvd_sparse.", call.op(),
+  TORCH_CHECK_VALUE(places.dim() == 2 && places.size(0) == 2, "hvd_sparse.", call.op(),
                     ": places must be [2, ranks], got ", places.sizes());
   TORCH_CHECK_VALUE(out.numel() == n, "hvd_sparse.", call.op(), ": out must have ", n, " elements, got ", out.numel());
   const int64_t ranks = places.size(1);
+  call.Check(CheckRanks(ranks));
   const auto* offsets = places.const_data_ptr<int64_t>();
   LocatedPayloads payloads;
   for (int64_t rank = 0; rank < ranks; ++rank) {
@@ -213,10 +216,6 @@ void ReduceLocatedOp(const Tensor& gathered, const Tensor& places, int64_t n, Te
     TORCH_CHECK_VALUE(offsets[rank] >= 0 && plan.size <= gathered.numel() - offsets[rank], "hvd_sparse.", call.op(),
                       ": places leave the ", gathered.numel(), " bytes of gathered");
     payloads.push_back({plan, gathered.const_data_ptr<uint8_t>() + offsets[rank]});
-  }
-  if (ranks == 0) {
-    out.zero_();  // the launcher takes n from a payload
-    return;
   }
   const Tensor workspace = call.Bytes(reduce_located_workspace_size(payloads));
   call.Run(reduce_located_launch(payloads, static_cast<float>(scale), out.mutable_data_ptr<float>(),

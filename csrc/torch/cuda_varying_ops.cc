@@ -17,8 +17,6 @@
 namespace hvd_sparse {
 namespace {
 
-constexpr double kAgain = 0.9;  // fraction of a threshold that was too high, used as the hint
-
 // Copies the values of a sample of runs, or with count 0 all values, to `out`. Returns their number.
 int64_t TakeSample(const CudaCall& call, const Tensor& values, int64_t count, int64_t run, uint64_t seed, Tensor out) {
   if (count == 0) {
@@ -31,27 +29,27 @@ int64_t TakeSample(const CudaCall& call, const Tensor& values, int64_t count, in
 }
 
 // Returns the residuals of elements [begin, end) of the parts, with `nothing` where there is no part.
-Tensor PartitionOf(const CudaCall& call, TensorList residuals, const std::vector<Part>& parts, int64_t begin,
-                   int64_t end, float nothing) {
-  const auto gap = [&](int64_t size) {
-    return at::full({size}, nothing, at::TensorOptions().device(call.device()).dtype(at::kFloat));
-  };
-  std::vector<Tensor> inside;
-  int64_t at = begin;
-  bool is_joined = true;
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const int64_t from = std::max(begin, parts[i].begin);
-    const int64_t to = std::min(end, parts[i].begin + parts[i].gradient.size);
-    if (from >= to) continue;
-    if (from > at) inside.push_back(gap(from - at));
-    inside.push_back(residuals[i].view({-1}).slice(0, from - parts[i].begin, to - parts[i].begin));
-    is_joined &= from == at && inside.back().data_ptr() == inside[0].const_data_ptr<float>() + (from - begin);
-    at = to;
+Tensor PartitionOf(const CudaCall& call, const std::vector<Part>& parts, int64_t begin, int64_t end, float nothing) {
+  const auto options = at::TensorOptions().device(call.device()).dtype(at::kFloat);
+  const auto gap = [&](int64_t size) { return at::full({size}, nothing, options); };
+  const int64_t size = end - begin;
+  std::vector<Part> inside;
+  for (const Part& part : parts) {
+    const Part cut = CutPart(part, begin, end);
+    if (cut.gradient.size > 0) inside.push_back(cut);
   }
-  if (inside.empty()) return gap(end - begin);
-  if (at < end) inside.push_back(gap(end - at));
-  if (!is_joined || at < end) return at::cat(inside);
-  return at::from_blob(inside[0].data_ptr(), {end - begin}, inside[0].options());
+  if (inside.empty()) return gap(size);
+  float* joined = ContiguousResiduals(inside, size);
+  if (joined != nullptr) return at::from_blob(joined, {size}, options);
+  std::vector<Tensor> pieces;
+  int64_t at = 0;
+  for (const Part& part : inside) {
+    if (part.begin > at) pieces.push_back(gap(part.begin - at));
+    pieces.push_back(at::from_blob(part.feedback.residual, {part.gradient.size}, options));
+    at = part.begin + part.gradient.size;
+  }
+  if (at < size) pieces.push_back(gap(size - at));
+  return at::cat(pieces);
 }
 
 // Returns the ascending indices of `count` values that reach the threshold.
@@ -77,8 +75,10 @@ std::tuple<Tensor, double> IndicesOfLargest(const CudaCall& call, const Array& v
   int64_t size = 0;
   call.Run(select_top_k_workspace_size(values.dtype, values.size, count, &size));
   const Tensor workspace = call.Bytes(size);
-  const SelectOutput output{indices.mutable_data_ptr<int64_t>(), selected.data_ptr(), info.mutable_data_ptr<double>(),
-                            nullptr};
+  SelectOutput output{};
+  output.indices = indices.mutable_data_ptr<int64_t>();
+  output.values = selected.data_ptr();
+  output.info = info.mutable_data_ptr<double>();
   call.Run(select_top_k_launch(values, {count, hint, seed}, output, workspace.data_ptr(), call.stream()));
   const double smallest = info[0].item<double>();
   if (smallest > 0) return {indices, smallest};
@@ -105,7 +105,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> AccumulatePartitionOp(TensorList grad
   call.Run(accumulate_launch(parts, finite.mutable_data_ptr<bool>(), tables.data_ptr(), call.stream()));
 
   // Zeros are not selected, unless all elements may be that reach a threshold of 0; NaN never is.
-  const Tensor own = PartitionOf(call, residuals, parts, begin, end, share < 0 ? NAN : 0.0f);
+  const Tensor own = PartitionOf(call, parts, begin, end, share < 0 ? NAN : 0.0f);
   const Array values = AsArray(op, own);
   const PartitionRule rule(params);
   Partitioned result;
@@ -127,7 +127,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> AccumulatePartitionOp(TensorList grad
     indices = IndicesReaching(call, values, bar, count);
   } else if (values.size > 0) {
     const int64_t most = std::max<int64_t>(1, rule.wanted());
-    std::tie(indices, result.threshold) = IndicesOfLargest(call, values, most, kAgain * threshold, params.seed);
+    std::tie(indices, result.threshold) = IndicesOfLargest(call, values, most, kRereadMargin * threshold, params.seed);
     if (rule.wanted() == 0) indices = indices.narrow(0, 0, 0);
   }
   if (is_shared) {
@@ -165,10 +165,10 @@ Tensor FitThresholdsOp(TensorList residuals, IntArrayRef ks, IntArrayRef stages,
   }
   const Tensor here = samples.cpu();
   const auto* values = here.const_data_ptr<float>();
-  FitEach(members, fits.mutable_data_ptr<double>(), [&](size_t i) {
+  FitEach(members, fits.mutable_data_ptr<double>(), [&](size_t i, FitScratch* scratch) {
     const double density = static_cast<double>(ks[i]) / static_cast<double>(residuals[i].numel());
     return FitTail(values + begins[i], begins[i + 1] - begins[i], density,
-                   {stages[i], kind, static_cast<uint64_t>(seed)});
+                   {stages[i], kind, static_cast<uint64_t>(seed)}, scratch);
   });
   return fits;
 }

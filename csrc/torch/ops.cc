@@ -105,6 +105,7 @@ void ReducePayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t
   TORCH_CHECK_VALUE(gathered.dim() == 2 && offset >= 0 && size <= gathered.size(1) - offset, "hvd_sparse.", op,
                     ": gathered must be [ranks, bytes] with ", size, " bytes at offset ", offset, ", got ",
                     gathered.sizes());
+  Raise(op, CheckRanks(gathered.size(0)));
   TORCH_CHECK_VALUE(out.numel() == n, "hvd_sparse.", op, ": out must have ", n, " elements, got ", out.numel());
   Raise(op, ReducePayloads(format, gathered.const_data_ptr<uint8_t>() + offset, gathered.size(0), gathered.size(1),
                            static_cast<float>(scale), TorchParallelFor, out.mutable_data_ptr<float>()));
@@ -113,7 +114,8 @@ void ReducePayloadsOp(const Tensor& gathered, int64_t offset, int64_t n, int64_t
 Tensor LocatePayloadsOp(const Tensor& gathered, at::IntArrayRef ns, int64_t ranks, const std::string& coding,
                         const std::string& value_dtype, at::IntArrayRef channels) {
   CheckTensor("locate_payloads", "gathered", gathered, at::kByte);
-  TORCH_CHECK_VALUE(!ns.empty() && ranks >= 1, "hvd_sparse.locate_payloads: there must be an n and a rank or more");
+  TORCH_CHECK_VALUE(!ns.empty(), "hvd_sparse.locate_payloads: there must be an n or more");
+  Raise("locate_payloads", CheckRanks(ranks));
   std::vector<PayloadFormat> members = FormatsOf("locate_payloads", ns, channels, coding, value_dtype);
   Tensor found = at::empty({2, ranks, static_cast<int64_t>(ns.size())}, at::kLong);
   auto* offsets = found.mutable_data_ptr<int64_t>();
@@ -132,6 +134,7 @@ void ReduceLocatedOp(const Tensor& gathered, const Tensor& places, int64_t n, Te
                     places.sizes());
   TORCH_CHECK_VALUE(out.numel() == n, "hvd_sparse.", op, ": out must have ", n, " elements, got ", out.numel());
   const int64_t ranks = places.size(1);
+  Raise(op, CheckRanks(ranks));
   const auto* offsets = places.const_data_ptr<int64_t>();
   PayloadFormat format = ParseFormat(op, n, 1, coding, value_dtype, segments);
   std::vector<Source> sources;
@@ -195,15 +198,15 @@ TORCH_LIBRARY(hvd_sparse, m) {
 }
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {
-  m.impl("accumulate", &hvd_sparse::WithDenormals<&hvd_sparse::AccumulateOp>::Call);
-  m.impl("select_threshold", &hvd_sparse::WithDenormals<&hvd_sparse::SelectThresholdOp>::Call);
-  m.impl("select_top_k", &hvd_sparse::WithDenormals<&hvd_sparse::SelectTopKOp>::Call);
-  m.impl("filter_threshold", &hvd_sparse::WithDenormals<&hvd_sparse::FilterThresholdOp>::Call);
-  m.impl("all_finite", &hvd_sparse::WithDenormals<&hvd_sparse::AllFiniteOp>::Call);
-  m.impl("pack", &hvd_sparse::WithDenormals<&hvd_sparse::PackOp>::Call);
-  m.impl("unpack", &hvd_sparse::WithDenormals<&hvd_sparse::UnpackOp>::Call);
-  m.impl("reduce_payloads", &hvd_sparse::WithDenormals<&hvd_sparse::ReducePayloadsOp>::Call);
-  m.impl("locate_payloads", &hvd_sparse::WithDenormals<&hvd_sparse::LocatePayloadsOp>::Call);
-  m.impl("reduce_located", &hvd_sparse::WithDenormals<&hvd_sparse::ReduceLocatedOp>::Call);
-  m.impl("quantize", &hvd_sparse::WithDenormals<&hvd_sparse::QuantizeOp>::Call);
+  HVD_SPARSE_IMPL("accumulate", AccumulateOp);
+  HVD_SPARSE_IMPL("select_threshold", SelectThresholdOp);
+  HVD_SPARSE_IMPL("select_top_k", SelectTopKOp);
+  HVD_SPARSE_IMPL("filter_threshold", FilterThresholdOp);
+  HVD_SPARSE_IMPL("all_finite", AllFiniteOp);
+  HVD_SPARSE_IMPL("pack", PackOp);
+  HVD_SPARSE_IMPL("unpack", UnpackOp);
+  HVD_SPARSE_IMPL("reduce_payloads", ReducePayloadsOp);
+  HVD_SPARSE_IMPL("locate_payloads", LocatePayloadsOp);
+  HVD_SPARSE_IMPL("reduce_located", ReduceLocatedOp);
+  HVD_SPARSE_IMPL("quantize", QuantizeOp);
 }

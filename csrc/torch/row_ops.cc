@@ -47,7 +47,7 @@ TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
 }
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {
-  m.impl("select_top_k_rows", &hvd_sparse::WithDenormals<&hvd_sparse::SelectTopKRowsOp>::Call);
-  m.impl("laplace_threshold_rows", &hvd_sparse::WithDenormals<&hvd_sparse::LaplaceThresholdRowsOp>::Call);
-  m.impl("filter_threshold_rows", &hvd_sparse::WithDenormals<&hvd_sparse::FilterThresholdRowsOp>::Call);
+  HVD_SPARSE_IMPL("select_top_k_rows", SelectTopKRowsOp);
+  HVD_SPARSE_IMPL("laplace_threshold_rows", LaplaceThresholdRowsOp);
+  HVD_SPARSE_IMPL("filter_threshold_rows", FilterThresholdRowsOp);
 }

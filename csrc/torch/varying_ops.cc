@@ -87,8 +87,8 @@ Tensor FitThresholdsOp(TensorList residuals, IntArrayRef ks, IntArrayRef stages,
     CheckStages(op, stages[i]);
     values.push_back(residuals[i].const_data_ptr<float>());
   }
-  FitEach(residuals.size(), fits.mutable_data_ptr<double>(), [&](size_t i) {
-    FitSample sample(residuals[i].numel(), ks[i], {stages[i], kind, static_cast<uint64_t>(seed)});
+  FitEach(residuals.size(), fits.mutable_data_ptr<double>(), [&](size_t i, FitScratch* scratch) {
+    FitSample sample(residuals[i].numel(), ks[i], {stages[i], kind, static_cast<uint64_t>(seed)}, scratch);
     return sample.Run(values[i]);
   });
   return fits;
@@ -128,8 +128,8 @@ TORCH_LIBRARY_FRAGMENT(hvd_sparse, m) {
 }
 
 TORCH_LIBRARY_IMPL(hvd_sparse, CPU, m) {
-  m.impl("filter_bucket", &hvd_sparse::WithDenormals<&hvd_sparse::FilterBucketOp>::Call);
-  m.impl("accumulate_partition", &hvd_sparse::WithDenormals<&hvd_sparse::AccumulatePartitionOp>::Call);
-  m.impl("fit_thresholds", &hvd_sparse::WithDenormals<&hvd_sparse::FitThresholdsOp>::Call);
-  m.impl("reduce_located_bucket", &hvd_sparse::WithDenormals<&hvd_sparse::ReduceLocatedBucketOp>::Call);
+  HVD_SPARSE_IMPL("filter_bucket", FilterBucketOp);
+  HVD_SPARSE_IMPL("accumulate_partition", AccumulatePartitionOp);
+  HVD_SPARSE_IMPL("fit_thresholds", FitThresholdsOp);
+  HVD_SPARSE_IMPL("reduce_located_bucket", ReduceLocatedBucketOp);
 }

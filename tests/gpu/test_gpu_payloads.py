@@ -142,6 +142,7 @@ def test_a_damaged_payload_makes_the_sum_nan_and_is_recorded():
         assert not out.isnan().any()
     assert ops.take_decode_status(out).tolist() == [0, 0]
     assert_refuses(ops.reduce_payloads, gathered.cuda(), 16, n, k, out, 1.0, coding, says="gathered must be")
+    assert_refuses(ops.reduce_payloads, gathered.cuda()[:0], 8, n, k, out, 1.0, coding, says="ranks must be in")
 
 
 FIRST_IN_INFERENCE_MODE = """
@@ -175,7 +176,7 @@ def test_located_payloads():
                 ops.reduce_located(gathered.cuda(), place, n, out, 0.5, *form)
                 assert_same(out, expected, (form, n))
     assert ops.take_decode_status(out).tolist() == [0, 0]
-    ops.reduce_located(gathered.cuda(), torch.empty((2, 0), dtype=torch.long), n, out, 0.5, *form)
-    assert_same(out, torch.zeros(n), "no ranks")
+    nowhere = torch.empty((2, 0), dtype=torch.long)
+    assert_refuses(ops.reduce_located, gathered.cuda(), nowhere, n, out, 0.5, *form, says="ranks must be in")
     beyond = place + torch.tensor([[10**9], [0]])
     assert_refuses(ops.reduce_located, gathered.cuda(), beyond, n, out, 0.5, *form, says="places leave")

@@ -19,6 +19,11 @@ using Floats = std::vector<float>;
   EXPECT(std::abs((received) - (expected)) <= (part) * std::abs(expected), \
          context << ": " << (received) << ", expected " << (expected))
 
+Fit FitAll(const float* values, int64_t n, double density, const FitParams& params) {
+  FitScratch scratch;
+  return FitTail(values, n, density, params, &scratch);
+}
+
 Floats Draw(int64_t n, uint64_t seed) {
   std::mt19937_64 random(seed);
   std::normal_distribution<float> normal;
@@ -76,18 +81,18 @@ TEST(FitsByTheFormulasOfThePaper) {
     const long double density = 0.1L, later = std::sqrt(density / 0.25L);
     const Means all = MeansOf(values, 0);
     const long double once = -all.mean * std::log(density);
-    EXPECT_NEAR(static_cast<double>(once), FitTail(values.data(), n, 0.1, {1}).threshold, 1e-12, "exponential, " << n);
+    EXPECT_NEAR(static_cast<double>(once), FitAll(values.data(), n, 0.1, {1}).threshold, 1e-12, "exponential, " << n);
     const long double s = std::log(all.mean) - all.log;
     const long double shape = (3 - s + std::sqrt((s - 3) * (s - 3) + 24 * s)) / (12 * s);
     const long double gamma = -all.mean / shape * (std::log(density) + std::lgamma(shape));
-    EXPECT_NEAR(static_cast<double>(gamma), FitTail(values.data(), n, 0.1, {1, Distribution::kGamma}).threshold, 1e-11,
+    EXPECT_NEAR(static_cast<double>(gamma), FitAll(values.data(), n, 0.1, {1, Distribution::kGamma}).threshold, 1e-11,
                 "gamma, " << n);
     EXPECT_NEAR(static_cast<double>(ParetoExcess(all, density)),
-                FitTail(values.data(), n, 0.1, {1, Distribution::kPareto}).threshold, 1e-11, "Pareto, " << n);
+                FitAll(values.data(), n, 0.1, {1, Distribution::kPareto}).threshold, 1e-11, "Pareto, " << n);
     if (n < 1000) continue;
     long double staged = ParetoExcess(all, 0.25L);
     for (int stage = 1; stage < 3; ++stage) staged += ParetoExcess(MeansOf(values, staged), later);
-    const Fit fit = FitTail(values.data(), n, 0.1, {3, Distribution::kPareto});
+    const Fit fit = FitAll(values.data(), n, 0.1, {3, Distribution::kPareto});
     EXPECT_NEAR(static_cast<double>(staged), fit.threshold, 1e-11, "three stages, " << n);
   }
 }
@@ -97,9 +102,9 @@ TEST(ZerosAreNoPartOfAGammaDistribution) {
   Floats with_zeros(4000, 0.0f);
   for (size_t i = 0; i < values.size(); ++i) with_zeros[3 * i] = values[i];
   const FitParams gamma{1, Distribution::kGamma};
-  EXPECT_NEAR(FitTail(values.data(), 1000, 0.04, gamma).threshold,
-              FitTail(with_zeros.data(), 4000, 0.01, gamma).threshold, 1e-9, "three quarters are zeros");
-  EXPECT(FitTail(with_zeros.data(), 4000, 0.5, gamma).threshold <= std::ldexp(1.0, -149), "more than there are");
+  EXPECT_NEAR(FitAll(values.data(), 1000, 0.04, gamma).threshold,
+              FitAll(with_zeros.data(), 4000, 0.01, gamma).threshold, 1e-9, "three quarters are zeros");
+  EXPECT(FitAll(with_zeros.data(), 4000, 0.5, gamma).threshold <= std::ldexp(1.0, -149), "more than there are");
 }
 
 TEST(OddValuesGiveAThresholdAllTheSame) {
@@ -110,13 +115,13 @@ TEST(OddValuesGiveAThresholdAllTheSame) {
   for (const Floats& values : odd) {
     for (const int64_t stages : {1, 3}) {
       for (const auto kind : {Distribution::kExponential, Distribution::kGamma, Distribution::kPareto}) {
-        const Fit fit = FitTail(values.data(), static_cast<int64_t>(values.size()), 0.1, {stages, kind});
+        const Fit fit = FitAll(values.data(), static_cast<int64_t>(values.size()), 0.1, {stages, kind});
         EXPECT(fit.threshold >= std::ldexp(1.0, -149) && fit.threshold < HUGE_VAL, values[0] << ", " << fit.threshold);
       }
     }
   }
-  EXPECT(FitTail(odd[7].data(), 100, 0.1, {1}).is_misfit, "all equal, none of which reaches it");
-  EXPECT(!FitTail(odd[1].data(), 3, 0.1, {1}).is_misfit, "zeros");
+  EXPECT(FitAll(odd[7].data(), 100, 0.1, {1}).is_misfit, "all equal, none of which reaches it");
+  EXPECT(!FitAll(odd[1].data(), 3, 0.1, {1}).is_misfit, "zeros");
 }
 
 TEST(ASampleHasARunOfEachStratum) {
@@ -131,11 +136,12 @@ TEST(ASampleHasARunOfEachStratum) {
     }
     if (runs == 0) sampled = residual;
     const FitParams params{2, Distribution::kExponential, 9};
-    FitSample sample(n, k, params);
+    FitScratch scratch;
+    FitSample sample(n, k, params, &scratch);
     for (int64_t end = 0; end < n; end += 65'536) sample.Read(residual.data(), end);
     const Fit found = sample.Run(residual.data());
     const double density = static_cast<double>(k) / static_cast<double>(n);
-    const Fit wanted = FitTail(sampled.data(), static_cast<int64_t>(sampled.size()), density, params);
+    const Fit wanted = FitAll(sampled.data(), static_cast<int64_t>(sampled.size()), density, params);
     EXPECT_NEAR(wanted.threshold, found.threshold, 1e-12, n);
   }
 }

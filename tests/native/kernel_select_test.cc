@@ -166,7 +166,8 @@ void CheckAccumulation(int64_t n, int64_t shift, Kind kind, AccumulateRule rule,
   State alone(n);
   const Part part = alone.PartOf(gradient, rule, decays);
   found_finite = true;  // as launchers are handed it
-  EXPECT_EQ(cudaSuccess, accumulate_launch({gradient, part.params, part.feedback, &found_finite, true, {}, 0}, nullptr),
+  EXPECT_EQ(cudaSuccess,
+            accumulate_launch(MakeAccumulateJob(gradient, part.params, part.feedback, &found_finite), nullptr),
             context);
   EXPECT(SameFloats(expected.residual, alone.residual), context);
   EXPECT(SameFloats(expected.velocity, alone.velocity), context);

@@ -16,13 +16,15 @@ struct Drawn {
   std::vector<float> values;
   std::vector<int64_t> counts;
 
-  Parts parts() const { return {indices.data(), values.data(), counts.data(), static_cast<int64_t>(counts.size())}; }
+  EntryLists lists() const {
+    return {indices.data(), values.data(), counts.data(), static_cast<int64_t>(counts.size())};
+  }
 };
 
-Drawn Draw(int64_t parts, int64_t spread, uint64_t seed) {
+Drawn Draw(int64_t lists, int64_t spread, uint64_t seed) {
   std::mt19937_64 random(seed);
   Drawn drawn;
-  for (int64_t part = 0; part < parts; ++part) {
+  for (int64_t list = 0; list < lists; ++list) {
     std::set<int64_t> own;
     const auto count = random() % 300;
     while (own.size() < std::min<uint64_t>(count, static_cast<uint64_t>(spread))) {
@@ -35,17 +37,17 @@ Drawn Draw(int64_t parts, int64_t spread, uint64_t seed) {
   return drawn;
 }
 
-// The expected result: a map of sums to which the parts are added in order.
-void TestSums(int64_t parts, int64_t spread, uint64_t seed) {
-  const Drawn drawn = Draw(parts, spread, seed);
+// The expected result: a map of sums to which the lists are added in order.
+void TestSums(int64_t lists, int64_t spread, uint64_t seed) {
+  const Drawn drawn = Draw(lists, spread, seed);
   std::map<int64_t, float> expected;
   for (size_t i = 0; i < drawn.indices.size(); ++i) expected[drawn.indices[i]] += drawn.values[i];
   std::vector<int64_t> indices(drawn.indices.size());
   std::vector<float> sums(drawn.indices.size());
   int64_t found = -1;
-  EXPECT_STATUS(StatusKind::kOk, AddEntries(drawn.parts(), indices.data(), sums.data(), &found),
-                "parts " << parts << ", spread " << spread);
-  EXPECT_EQ(static_cast<int64_t>(expected.size()), found, "of " << parts << " parts");
+  EXPECT_STATUS(StatusKind::kOk, MergeEntries(drawn.lists(), indices.data(), sums.data(), &found),
+                "lists " << lists << ", spread " << spread);
+  EXPECT_EQ(static_cast<int64_t>(expected.size()), found, "of " << lists << " lists");
   size_t at = 0;
   for (const auto& [index, sum] : expected) {
     EXPECT_EQ(index, indices[at], "index");
@@ -61,11 +63,11 @@ TEST(RefusesWhatDoesNotAscend) {
   const int64_t equal[] = {4, 4, 5};
   const int64_t negative[] = {-1, 0, 1};
   const int64_t counts[] = {3};
-  EXPECT_STATUS(StatusKind::kInvalidArgument, AddEntries({equal, values, counts, 1}, indices, sums, &found), "equal");
-  EXPECT_STATUS(StatusKind::kInvalidArgument, AddEntries({negative, values, counts, 1}, indices, sums, &found), "-1");
+  EXPECT_STATUS(StatusKind::kInvalidArgument, MergeEntries({equal, values, counts, 1}, indices, sums, &found), "equal");
+  EXPECT_STATUS(StatusKind::kInvalidArgument, MergeEntries({negative, values, counts, 1}, indices, sums, &found), "-1");
   const int64_t apart[] = {2, 1};
-  EXPECT_STATUS(StatusKind::kOk, AddEntries({equal, values, apart, 0}, indices, sums, &found), "no parts");
-  EXPECT_EQ(int64_t{0}, found, "of no parts");
+  EXPECT_STATUS(StatusKind::kOk, MergeEntries({equal, values, apart, 0}, indices, sums, &found), "no lists");
+  EXPECT_EQ(int64_t{0}, found, "of no lists");
 }
 
 void TestCommon(int64_t spread, uint64_t seed) {
@@ -81,10 +83,10 @@ void TestCommon(int64_t spread, uint64_t seed) {
 
 constexpr int64_t kSpreads[] = {1, 300, int64_t{1} << 15, 100'000, int64_t{1} << 45};
 
-TEST(SumsOfAnyNumberOfParts) {
+TEST(SumsOfAnyNumberOfLists) {
   uint64_t seed = 0;
   for (const int64_t spread : kSpreads) {
-    for (const int64_t parts : {0, 1, 2, 3, 64}) TestSums(parts, spread, ++seed);
+    for (const int64_t lists : {0, 1, 2, 3, 64}) TestSums(lists, spread, ++seed);
   }
 }
 

@@ -25,6 +25,7 @@ TEST(StatusesAndExceptionsAreReported) {
   ExpectReport(2, "damaged", [] { return Status::CorruptPayload("damaged"); });
   ExpectReport(3, "out of memory", []() -> Status { throw std::bad_alloc(); });
   ExpectReport(4, "too long", []() -> Status { throw std::length_error("too long"); });
+  ExpectReport(4, "unknown exception", []() -> Status { throw 1; });
 }
 
 }  // namespace
