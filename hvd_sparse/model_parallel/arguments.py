@@ -3,7 +3,7 @@
 from hvd_sparse.checks import check_choice
 
 REDUCTIONS = ("mean", "sum")
-MEANS = ("mean", "batchmean", "sum_over_batch_size", "mean_with_sample_weight")  # names in PyTorch and Keras
+MEANS = ("mean", "batchmean", "sum_over_batch_size", "mean_with_sample_weight", "auto")  # in PyTorch and Keras
 
 
 def check_reduction(reduction: str, loss) -> None:

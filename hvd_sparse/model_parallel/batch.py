@@ -1,7 +1,7 @@
 """What a stage knows of the batch that passes through it."""
 
 from hvd_sparse.model_parallel import tree
-from hvd_sparse.model_parallel.message import Head, Tensor
+from hvd_sparse.model_parallel.message import EVALUATING, PREDICTING, Head, Tensor
 
 
 class Pass:
@@ -30,6 +30,11 @@ class Batch:
         self.losses: list = []
         self.outputs: list[list] = []
         self.output_structure = None
+
+    @property
+    def flags(self) -> int:
+        """The flags of this batch's messages."""
+        return (0 if self.training else EVALUATING) | (0 if self.compares else PREDICTING)
 
     def add_outputs(self, run: Pass, structure) -> None:
         """Keep a micro-batch's outputs; ValueError if those of several cannot be joined along the first dimension."""

@@ -23,10 +23,10 @@ class Channel:
     def __init__(self, communicator, timeout: float):
         self.stage, self.stages = communicator.Get_rank(), communicator.Get_size()
         self._timeout, self._ended = timeout, set()
-        self._communicator, request = communicator.Idup()
-        wait_for(request, timeout, self.stages, "built their Pipeline")
-        self._mailbox = Mailbox(self._communicator, background=True)
         self._everyone = Notices.attached(communicator)  # for all replicas
+        self._communicator, request = communicator.Idup()
+        wait_for(request, timeout, self.stages, "built their Pipeline", self._everyone)
+        self._mailbox = Mailbox(self._communicator, background=True)
         self._notices = self._everyone or Notices(self._communicator)
         self.is_open = True
         atexit.register(self._close_at_exit)
@@ -37,7 +37,7 @@ class Channel:
         The channel is then closed, because at exit there is no one to notify.
         """
         try:
-            self._notices.agree(error, settings, self._timeout)
+            self._notices.agree(error, settings, self._timeout, "built their Pipeline")
         except BaseException:
             self._release()
             raise
@@ -76,6 +76,11 @@ class Channel:
     def fail(self, error: BaseException) -> PipelineError | None:
         """Tell every rank why this one fails. If another rank failed before, return the error that says so instead."""
         return self._notices.fail(error)
+
+    @property
+    def process_set(self):
+        """Horovod's process set of the replicas of this stage; None unless the run is hybrid."""
+        return None if self._everyone is None else self._everyone.process_set
 
     @property
     def failure(self) -> str:

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from hvd_sparse.library import mpi
 from hvd_sparse.mailbox import poll
-from hvd_sparse.model_parallel.notices import Notices
+from hvd_sparse.model_parallel.notices import Notices, wait_for
 from hvd_sparse.model_parallel.process_grid import ProcessGrid
 
+START_TIMEOUT = 600.0  # seconds that a rank waits for the others in `hybrid`
 LEAVE_TIMEOUT = 60.0  # seconds that a rank waits for the others at its end
 GRACE = 0.5  # seconds between Horovod's error and word of what caused it; the word was sent first
 
@@ -30,8 +31,38 @@ def hybrid(hvd, stages: int, order: str = "pipeline") -> Hybrid:
     current or next step, or show the reason below the error that Horovod raises.
     Raises what the frameworks' `hybrid` lists.
     """
-    world = mpi().COMM_WORLD
-    grid = _agreed(world, hvd, ProcessGrid(world.Get_rank(), world.Get_size(), stages, order))
+    communicator, request = mpi().COMM_WORLD.Idup()
+    wait_for(request, START_TIMEOUT, communicator.Get_size(), "called hybrid()")
+    grid = ProcessGrid(communicator.Get_rank(), communicator.Get_size(), stages, order)
+    notices = Notices(communicator, "rank {}".format, GRACE)
+    try:
+        grid = _agreed(hvd, grid, notices)
+        notices.name, notices.process_set = grid.name_of, _start(hvd, grid)
+    except BaseException:
+        notices.close()
+        raise
+    replica = communicator.Split(grid.replica, grid.stage)
+    notices.attach(replica)
+    sys.excepthook = notices.excepthook(sys.excepthook)
+    atexit.register(leave_together, communicator.Dup(), notices)  # runs before Horovod's own shutdown, which came first
+    return Hybrid(grid, notices.process_set, replica)
+
+
+def _agreed(hvd, grid: ProcessGrid, notices: Notices) -> ProcessGrid:
+    """Return the checked grid; raise on every rank if any rank's arguments are wrong, or if they differ."""
+    error: Exception | None = None
+    try:
+        grid = grid.checked()
+        if hvd.is_initialized():
+            raise RuntimeError("Horovod has been started already: call hybrid() in place of hvd.init()")
+    except (TypeError, ValueError, RuntimeError) as caught:  # the other ranks wait in `agree`
+        error = caught
+    notices.agree(error, {"stages": grid.stages, "order": grid.order}, START_TIMEOUT, "called hybrid()")
+    return grid
+
+
+def _start(hvd, grid: ProcessGrid):
+    """Start Horovod; return the process set of this rank's stage."""
     if grid.stages == 1:
         hvd.init()
         process_set = hvd.global_process_set
@@ -44,35 +75,7 @@ def hybrid(hvd, stages: int, order: str = "pipeline") -> Hybrid:
             f"MPI has {grid.size} ranks where Horovod has {hvd.size()}: start with mpirun or horovodrun --mpi, and "
             "a Horovod built with MPI"
         )
-    communicator = world.Split(grid.replica, grid.stage)
-    notices = Notices(world.Dup(), grid.name_of, GRACE)
-    notices.attach(communicator)
-    sys.excepthook = notices.excepthook(sys.excepthook)
-    atexit.register(leave_together, world.Dup(), notices)  # runs before Horovod's own shutdown, which came first
-    return Hybrid(grid, process_set, communicator)
-
-
-def _agreed(world, hvd, grid: ProcessGrid) -> ProcessGrid:
-    """Return the checked grid; raise on every rank if any rank's arguments are wrong or differ from the first's."""
-    refused: Exception | None = None
-    try:
-        grid = grid.checked()
-        if hvd.is_initialized():
-            raise RuntimeError("Horovod has been started already: call hybrid() in place of hvd.init()")
-    except (TypeError, ValueError, RuntimeError) as error:
-        refused = error
-    own = f"stages={grid.stages!r}, order={grid.order!r}"
-    found = world.allgather((own, None if refused is None else str(refused)))  # hvd.init() would wait for all, too
-    if refused is not None:
-        raise refused
-    for rank, (theirs, reason) in enumerate(found):
-        if reason is not None:
-            raise ValueError(f"rank {rank} refuses hybrid({theirs}): {reason}")
-        if theirs != found[0][0]:
-            raise ValueError(
-                f"every rank must call hybrid() with the same arguments: rank 0 has {found[0][0]}, rank {rank} {theirs}"
-            )
-    return grid
+    return process_set
 
 
 def leave_together(communicator, notices: Notices, timeout: float = LEAVE_TIMEOUT) -> None:

@@ -47,7 +47,8 @@ DIFFERENTIABLE = (*MASKABLE, "complex64", "complex128")
 WHOLE, MASKED = 0, 1
 MOST_MICRO_BATCHES = 2**16 - 1
 SPARSEST = 1024  # largest ratio of all to kept elements at which a mask is coded by positions
-EVALUATING, TARGETS_FOLLOW = 1, 2  # flags
+EVALUATING, TARGETS_FOLLOW, PREDICTING = 1, 2, 4  # flags; a prediction is an evaluation without targets
+CALL = EVALUATING | PREDICTING  # which call of a pipeline's a message belongs to
 
 
 class Kind(enum.IntEnum):
@@ -71,8 +72,8 @@ class Head(NamedTuple):
     flags: int = 0
 
     def __str__(self) -> str:
-        what = f"{self.kind.name} of micro-batch {self.micro} in {'evaluation' if self.flags & EVALUATING else 'step'}"
-        return f"{what} {self.step}"
+        call = {0: "step", EVALUATING: "evaluation"}.get(self.flags & CALL, "prediction")
+        return f"{self.kind.name} of micro-batch {self.micro} in {call} {self.step}"
 
 
 class Tensor(NamedTuple):

@@ -11,7 +11,7 @@ from hvd_sparse.library import mpi
 from hvd_sparse.mailbox import Mailbox, poll
 
 FAILED, LEFT = 101, 102  # tags; those of a pipeline's messages are smaller
-GREETING_BYTES = 512
+GREETING_BYTES = 512  # of what ranks compare, and of an error
 SHUTDOWN_TIMEOUT = 5.0  # seconds to send the last message
 
 
@@ -27,12 +27,13 @@ class Notices:
     """
 
     def __init__(self, communicator, name: Callable[[int], str] = "stage {}".format, grace: float = 0.0):
-        self._communicator, self._name, self._grace = communicator, name, grace
+        self._communicator, self.name, self._grace = communicator, name, grace
         self._rank, self._size = communicator.Get_rank(), communicator.Get_size()
         self._mailbox = Mailbox(communicator)
         self._failure, self._is_own = "", False
         self._shared: Exception | None = None  # an error that all ranks have raised together
         self._meetings, self._left = 0, {}  # of ranks that have left: how many meetings they came to
+        self.process_set = None  # Horovod's, of this rank's stage
 
     @property
     def failure(self) -> str:
@@ -59,22 +60,22 @@ class Notices:
         if not self._is_own and poll(lambda: self.heard() or None, self._grace) is not None:
             return PipelineError(self._failure)
         if not self._failure:
-            self._failure, self._is_own = f"{self._name(self._rank)} has failed: {type(error).__name__}: {error}", True
+            self._failure, self._is_own = f"{self.name(self._rank)} has failed: {type(error).__name__}: {error}", True
             self._tell(FAILED, self._failure)
         return None
 
-    def agree(self, error: Exception | None, settings: dict, timeout: float) -> None:
+    def agree(self, error: Exception | None, settings: dict, timeout: float, what: str) -> None:
         """Raise an error on every rank if one rank has an error, or if settings differ.
 
         The rank with the error raises it, the others PipelineError. Different settings raise ValueError. TimeoutError:
-        a rank did not call this method.
+        a rank did not call this method; `what` says what it has not done. PipelineError: a rank has failed or left.
         """
-        mine = "" if error is None else f"{self._name(self._rank)}: {type(error).__name__}: {error}"
+        mine = "" if error is None else f"{self.name(self._rank)}: {type(error).__name__}: {error}"
         greeting = np.zeros(GREETING_BYTES, np.uint8)
         text = f"{json.dumps({} if mine else settings)}\0{mine}".encode()[:GREETING_BYTES]
         greeting[: len(text)] = np.frombuffer(text, np.uint8)
         everyone = np.zeros((self._size, GREETING_BYTES), np.uint8)
-        wait_for(self._communicator.Iallgather(greeting, everyone), timeout, self._size, "built their Pipeline")
+        wait_for(self._communicator.Iallgather(greeting, everyone), timeout, self._size, what, self)
         said = [bytes(row).decode(errors="replace").rstrip("\0").partition("\0") for row in everyone]
         if errors := [text for _, _, text in said if text]:
             self._shared = error if error is not None else PipelineError(errors[0])
@@ -84,31 +85,24 @@ class Notices:
             other = next((rank for rank, theirs in enumerate(every) if theirs[name] != first), None)
             if other is not None:
                 self._shared = ValueError(
-                    f"{name} must be the same on all ranks, got {first!r} on {self._name(0)} and "
-                    f"{every[other][name]!r} on {self._name(other)}"
+                    f"{name} must be the same on all ranks, got {first!r} on {self.name(0)} and "
+                    f"{every[other][name]!r} on {self.name(other)}"
                 )
                 raise self._shared
 
     def meet(self, what: str, timeout: float) -> None:
         """Wait until every rank has called this method. Raises PipelineError if one fails or has left; TimeoutError."""
+        wait_for(self._communicator.Ibarrier(), timeout, self._size, f"come to {what}", self)
         self._meetings += 1
-        request = self._communicator.Ibarrier()
 
-        def look() -> bool | None:
-            """Return True when all ranks have arrived."""
-            if request.Test():
-                return True
-            self.check()
-            for rank, meetings in self._left.items():
-                if meetings < self._meetings:
-                    raise PipelineError(
-                        f"{self._name(rank)} has ended, while {self._name(self._rank)} waits for {what}: every rank "
-                        "must take the same number of steps"
-                    )
-            return None
-
-        if poll(look, timeout) is None:
-            raise TimeoutError(f"not all {self._size} ranks have come to {what} within {timeout:g} s")
+    def check_left(self, what: str) -> None:
+        """Raise PipelineError if a rank has left, unless it has been where this rank waits now."""
+        for rank, meetings in self._left.items():
+            if meetings <= self._meetings:
+                raise PipelineError(
+                    f"{self.name(rank)} has ended, while {self.name(self._rank)} waits until all have {what}: every "
+                    "rank must take the same number of steps"
+                )
 
     def leave(self, error: BaseException | None) -> None:
         """Tell the other ranks that this rank calls `meet` no more, with the error if there is one."""
@@ -128,7 +122,7 @@ class Notices:
             """Show an error, then the failure that caused it."""
             hook(kind, error, trace)
             if not isinstance(error, PipelineError) and (cause := self.fail(error)) is not None:
-                here = self._name(self._rank)
+                here = self.name(self._rank)
                 print(f"hvd_sparse: {here}: this follows from another rank's failure: {cause}", file=sys.stderr)
 
         return show
@@ -149,10 +143,22 @@ class Notices:
         self._mailbox.reap()
 
 
-def wait_for(request, timeout: float, ranks: int, what: str) -> None:
-    """Wait for a collective request. Raise TimeoutError, which says what not all ranks have done."""
-    if poll(lambda: request.Test() or None, timeout) is None:
-        raise TimeoutError(f"not all {ranks} stages have {what} within {timeout:g} s")
+def wait_for(request, timeout: float, ranks: int, what: str, notices: Notices | None = None) -> None:
+    """Wait for a collective request. Raise TimeoutError, which says what not all ranks have done.
+
+    notices: Raise PipelineError, too, if these say that a rank has failed or left.
+    """
+
+    def look() -> bool | None:
+        if request.Test():
+            return True
+        if notices is not None:
+            notices.check()
+            notices.check_left(what)
+        return None
+
+    if poll(look, timeout) is None:
+        raise TimeoutError(f"not all {ranks} ranks have {what} within {timeout:g} s")
 
 
 @functools.cache

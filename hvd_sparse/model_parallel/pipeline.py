@@ -13,7 +13,7 @@ from hvd_sparse.model_parallel import message, tree
 from hvd_sparse.model_parallel.arguments import check_reduction
 from hvd_sparse.model_parallel.batch import Batch, Pass
 from hvd_sparse.model_parallel.channel import Channel
-from hvd_sparse.model_parallel.message import EVALUATING, MOST_MICRO_BATCHES, TARGETS_FOLLOW, Head, Kind, Tensor
+from hvd_sparse.model_parallel.message import CALL, MOST_MICRO_BATCHES, TARGETS_FOLLOW, Head, Kind, Tensor
 from hvd_sparse.model_parallel.notices import PipelineError
 from hvd_sparse.model_parallel.schedule import FORWARD, SCHEDULES, split_rows, steps_of
 from hvd_sparse.model_parallel.traffic import PipelineTraffic
@@ -81,14 +81,15 @@ class Pipeline(abc.ABC):
 
         Args:
             inputs: On the first stage: a tensor, or a tuple or dict of them, whose first dimension counts samples.
-            targets: Likewise, on the last stage; or on the first, which sends them.
+            targets: Likewise, on the last stage; or on the first, which sends them. The last stage ignores its own if
+                the first has some, other stages ignore theirs.
 
         Returns:
             The loss of the batch, on every stage.
 
         Raises:
             PipelineError: Another stage has failed.
-            ValueError: `inputs` or `targets` are missing, or there where they do not belong; or their sizes are wrong.
+            ValueError: `inputs` are missing on the first stage, `targets` on both; or their sizes are wrong.
             TimeoutError: A stage did not answer within `timeout` seconds.
             RuntimeError: This pipeline has failed before, or was closed.
         """
@@ -279,8 +280,7 @@ class Pipeline(abc.ABC):
         (total,) = rows
         sizes = split_rows(total, self._micro_batches)
         follows = targets is not None and not self.is_last
-        flags = (0 if batch.training else EVALUATING) | (TARGETS_FOLLOW if follows else 0)
-        place = {"micros": len(sizes), "total_rows": total, "flags": flags}
+        place = {"micros": len(sizes), "total_rows": total, "flags": batch.flags | (TARGETS_FOLLOW if follows else 0)}
         batch.heads = [Head(Kind.FORWARD, batch.step, m, rows=size, **place) for m, size in enumerate(sizes)]
         batch.inputs = list(zip(*[self._split(leaf, sizes) for leaf in leaves], strict=True))
         if follows:
@@ -311,9 +311,9 @@ class Pipeline(abc.ABC):
 
     def _receive(self, stage: int, kind: Kind, micro: int, batch: Batch):
         """Return head, structure and tensors (or LOSS's number) of the next message; ValueError for another kind."""
-        wanted = Head(kind, batch.step, micro, flags=0 if batch.training else EVALUATING)
+        wanted = Head(kind, batch.step, micro, flags=batch.flags)
         head, description, body = message.decode_head(self._channel.receive(stage, kind, str(wanted)))
-        if (head.step, head.micro, head.flags & EVALUATING) != (wanted.step, micro, wanted.flags):
+        if (head.step, head.micro, head.flags & CALL) != (wanted.step, micro, wanted.flags):
             raise ValueError(
                 f"stage {self.index} expects {wanted} from stage {stage}, got {head}: every stage must call step, "
                 "evaluate and predict in the same order"
@@ -383,7 +383,7 @@ class Pipeline(abc.ABC):
         """
         if self.is_last:
             loss = float(sum(float(part) for part in batch.losses))
-            head = Head(Kind.LOSS, batch.step, flags=0 if batch.training else EVALUATING)
+            head = Head(Kind.LOSS, batch.step, flags=batch.flags)
             data = message.encode(head, 0, [Tensor(np.array(loss), "float64")])
             for stage in range(self.stages - 1):
                 self._channel.send(stage, Kind.LOSS, data)

@@ -47,7 +47,7 @@ def test_the_losses_are_those_of_the_network_that_is_not_split(ranks):
         pytest.param("cast", 1, "failed: RuntimeError", marks=pytest.mark.exhaustive),
         pytest.param("kill", 1, "signal 9|Killed", marks=pytest.mark.exhaustive),
         ("sleep", 1, "has waited 3 s for"),
-        pytest.param("never", 0, "not all 3 stages have built their Pipeline within 3 s", marks=pytest.mark.exhaustive),
+        pytest.param("never", 0, "not all 3 ranks have built their Pipeline within 3 s", marks=pytest.mark.exhaustive),
     ],
 )
 def test_nobody_waits_for_ever(what, who, words):

@@ -84,14 +84,16 @@ class Pipeline(shared.Pipeline):
         Args:
             inputs: On the first stage: a tensor or array, or a tuple or dict of them, whose first dimension counts
                 samples.
-            targets: Likewise, on the last stage; or on the first, which sends them.
+            targets: Likewise, on the last stage; or on the first, which sends them. The last stage ignores its own if
+                the first has some, other stages ignore theirs.
 
         Returns:
             The loss of the batch, on every stage.
 
         Raises:
             PipelineError: Another stage has failed.
-            ValueError: `inputs` or `targets` are missing, or there where they do not belong; or their sizes are wrong.
+            ValueError: `inputs` are missing on the first stage, `targets` on both; their sizes are wrong; or an output
+                that the next stage needs has a Keras mask.
             TimeoutError: A stage did not answer within `timeout` seconds.
             RuntimeError: This pipeline has failed before, or was closed; or the call is inside a `tf.function`.
         """
@@ -127,12 +129,14 @@ class Pipeline(shared.Pipeline):
         Call it on all replicas of the stage.
 
         Args:
-            options: Arguments of `hvd.DistributedGradientTape`, which reduces the gradients.
+            options: Arguments of `hvd.DistributedGradientTape`, which reduces the gradients. The default of
+                `process_set` is the one that `hybrid` returned.
 
         Returns:
             Tensors as of `gradients`.
 
         Raises:
+            ValueError: `process_set` has other ranks than the replicas of this stage.
             RuntimeError: There was no step yet, or the last one failed.
             PipelineError: Another rank has failed. Horovod's own errors are raised too.
         """
@@ -150,6 +154,12 @@ class Pipeline(shared.Pipeline):
     def _reduced(self, gradients: list[tf.Tensor], options: dict) -> list[tf.Tensor]:
         from hvd_sparse.tensorflow import reduce_gradients  # needs Horovod, which a pipeline alone does not
 
+        own = self._channel.process_set
+        if own is not None and options.setdefault("process_set", own).process_set_id != own.process_set_id:
+            raise ValueError(
+                "process_set must be the one that hybrid() returned: with another one, Horovod would add the gradients "
+                "of different stages"
+            )
         return reduce_gradients(gradients, self.stage.trainable_variables, **options)
 
     def _check(self) -> None:
@@ -182,6 +192,12 @@ class Pipeline(shared.Pipeline):
     def _to_wire(self, name: str, leaf: tf.Tensor, training: bool) -> Tensor:
         if not isinstance(leaf, tf.Tensor):
             raise TypeError(f"a stage must return tensors, got {type(leaf).__name__}")
+        if name and getattr(leaf, "_keras_mask", None) is not None:
+            raise ValueError(
+                f"output {name!r} of a stage has a Keras mask, which is not sent, so that the next stage would compute "
+                "without it: let the stage return the tuple (tf.identity(output), mask); the next stage's call gets "
+                "the second as its argument `mask`"
+            )
         dtype = checked_dtype(name, leaf.dtype, DTYPES)
         mask, boundary = None, None
         if leaf.dtype.is_floating and leaf.shape.rank > 1 and len(leaf) > 0:
@@ -256,8 +272,14 @@ def _takes_training(signature: inspect.Signature) -> bool:
 
 
 def _takes_one(signature: inspect.Signature, given: tuple | dict) -> bool:
-    """Return whether a stage has a single argument, which a tuple of several or a dict is then."""
-    parameters = [p for p in signature.parameters.values() if p.name not in ("training", "mask")]
+    """Return whether a stage has a single argument, which a tuple of several or a dict is then.
+
+    `mask`, which Keras' models and layers have beside their inputs, counts as one where a mask is given: under this
+    name, or as the last of a tuple, with elements of bool.
+    """
+    has_mask = "mask" in given if isinstance(given, dict) else getattr(given[-1], "dtype", None) == tf.bool
+    others = ("training",) if has_mask else ("training", "mask")
+    parameters = [p for p in signature.parameters.values() if p.name not in others]
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
     named = [p for p in parameters if p.kind != inspect.Parameter.VAR_KEYWORD]
     if len(named) != 1 or named[0].kind in several:
