@@ -232,7 +232,8 @@ class Server:
     def _average(self, message: Message) -> None:
         """Move the buffers towards a worker's by 1/N of the difference, for N current workers.
 
-        Equal elements stay as they are, such as the infinities of an attention mask.
+        Equal elements stay as they are, such as the infinities of an attention mask; so do those for which the worker
+        has NaN or infinity, as after a batch with NaN.
         """
         if message.body.size % 4:
             raise DamagedMessage(f"{message.body.size} bytes are no float32")
@@ -240,12 +241,11 @@ class Server:
         ours = self.buffers if self.buffers.size else theirs
         if ours.size != theirs.size:
             raise DamagedMessage(f"{theirs.size} elements of buffers, where others have {ours.size}")
-        if not (np.isfinite(theirs) | (ours == theirs)).all():
-            raise DamagedMessage("buffers that differ from the server's are not all finite")
         part = np.float32(1.0 / len(self._records))
         with np.errstate(invalid="ignore"):
             mixed = ours * (np.float32(1.0) - part) + theirs * part
-        self.buffers = np.where((ours == theirs) | ~np.isfinite(ours), theirs, mixed)
+        mixed = np.where(np.isfinite(ours), mixed, theirs)
+        self.buffers = np.where(np.isfinite(theirs) & (ours != theirs), mixed, ours)
 
     def _refusal(self, reason: Reason, message: Message, text: str) -> Message:
         """Return a refusal; for a worker of the last incarnation known, k is the last applied push."""

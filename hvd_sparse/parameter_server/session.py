@@ -12,6 +12,7 @@ import numpy as np
 
 from hvd_sparse.checkpoint import atomic_file
 from hvd_sparse.checks import check_bool, check_seconds
+from hvd_sparse.frames import warn
 from hvd_sparse.library import checked_communicator
 from hvd_sparse.parameter_server.connection import Connection, Heartbeat, described
 from hvd_sparse.parameter_server.layout import ParameterLayout
@@ -22,6 +23,7 @@ from hvd_sparse.parameter_server.serving import LocalServers
 from hvd_sparse.parameter_server.summary import summary
 from hvd_sparse.parameter_server.transport import MPIEndpoint, next_session, require_threads
 from hvd_sparse.parameter_server.worker import Worker
+from hvd_sparse.shared_use import SharedUse
 
 TIMEOUT, SILENCE = 600.0, 120.0  # seconds
 SHARE_EVERY = 10  # steps between two sends of buffers, whose bytes are a few per cent of a push
@@ -82,6 +84,9 @@ class Session:
         self._is_awaited = self.is_server and not self.is_worker  # workers wait for `serve`
         self._connection: Connection | None = None
         self._heartbeat: Heartbeat | None = None
+        self._optimizers = SharedUse()
+        self._shared: np.ndarray | None = None  # the buffers that were last sent
+        self._non_finite = sum(array.size - int(np.isfinite(array).sum()) for array in (buffers or {}).values())
         self._before = sys.exc_info()[1]  # is handled here, and no reason to leave
         self._check()
         if _open.setdefault(self.communicator.py2f(), self) is not self:
@@ -209,8 +214,31 @@ class Session:
         """Send this worker's buffers into the average. Frameworks that have buffers override this method."""
 
     def _share(self, buffers: np.ndarray) -> None:
-        """Send this worker's buffers, float32[n], to the first server, which averages the workers' buffers."""
-        self._connected().share(buffers)
+        """Send this worker's buffers, float32[n], to the first server, which averages the workers' buffers.
+
+        Buffers that are as they were last sent are not sent again.
+        """
+        connection = self._connected()
+        if self._shared is not None and np.array_equal(self._shared, buffers, equal_nan=True):
+            return
+        damaged = buffers.size - int(np.isfinite(buffers).sum())
+        if damaged > self._non_finite:
+            warn(
+                f"hvd_sparse: {damaged - self._non_finite} elements of the model's buffers have become NaN or infinity "
+                "on this worker, as after a batch with NaN: the servers' average leaves them out"
+            )
+            self._non_finite = damaged
+        connection.share(buffers)
+        self._shared = buffers.copy()
+
+    def _note(self, optimizer) -> None:
+        """Warn once if several optimizers of this session step in turn."""
+        if self._optimizers.begins(optimizer):
+            warn(
+                "hvd_sparse: several optimizers of one session step in turn: each step pushes all parameters of the "
+                "session, also those of the other optimizers, and counts as a step of the schedule. Use one optimizer "
+                "with a group for each, or a session of its own for each model"
+            )
 
     def _state(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Return the servers' parameters, {name: float32 array}, and the average of all buffers, float32[n].
@@ -332,7 +360,9 @@ class Session:
     def _connected(self) -> Connection:
         if self._connection is None:
             left = "has left the run; take stats() and state_dict() before close()"
-            what = left if self.is_worker else "is a server: call serve() on it; only workers that have joined train"
+            served = "has served: only workers have stats(), before they close"
+            serves = "is a server: call serve() on it; only workers that have joined train"
+            what = left if self.is_worker else served if self._has_served else serves
             raise RuntimeError(f"rank {self.rank} {what}")
         return self._connection
 

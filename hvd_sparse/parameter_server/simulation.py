@@ -102,6 +102,7 @@ class Simulation:
             weight_decay: Coefficient of the parameters that are added to their gradients.
 
         Raises:
+            ValueError: A gradient is of no parameter, or of another size.
             ServerRefused: A server refuses the worker.
         """
         worker = self.workers[number]
@@ -110,6 +111,11 @@ class Simulation:
             name: np.ascontiguousarray(array, np.float32).reshape(-1)
             for name, array in gradients(number, shaped).items()
         }
+        for name, array in found.items():
+            size = worker.parameters[name].size if name in worker.parameters else None
+            if array.size != size:
+                expected = f"must have {size} elements, got {array.size}" if size else "is of no parameter of the model"
+                raise ValueError(f"the gradient {name!r} {expected}: the parameters are {', '.join(self.layout.names)}")
         rates, decays = dict.fromkeys(self.layout.names, lr), dict.fromkeys(self.layout.names, weight_decay)
         self._send(number, worker.push(found, rates, decays))
         self.deliver()

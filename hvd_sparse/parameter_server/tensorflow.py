@@ -149,7 +149,7 @@ class TensorFlowSession(Session):
             self.tensors[name].assign(_like(self.tensors[name], self.worker.parameters[name]))
 
     def share_buffers(self) -> None:
-        """Send this worker's buffers into the average over workers, as its optimizer does every ten steps.
+        """Send this worker's buffers, if they have changed, into the average, as its optimizer does every ten steps.
 
         Raises:
             RuntimeError: This rank is no worker, or has left the run.
@@ -340,6 +340,7 @@ class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):
     def _step(self, names: list[str], *gradients: tf.Tensor) -> None:
         step, session = int(self.iterations.numpy()), self.session
         lr = dict.fromkeys(session.tensors, self._rate(step))
+        session._note(self)
         session.worker.step = step
         session.worker.changed |= session.replaced
         session.replaced = set()

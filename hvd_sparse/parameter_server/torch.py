@@ -159,8 +159,8 @@ class TorchSession(Session):
     def share_buffers(self) -> None:
         """Send this worker's floating-point buffers into the average, as its optimizer does every ten steps.
 
-        These are the buffers that the model had at `connect`. One that is gone or has another size since is sent as it
-        was before.
+        These are the buffers that the model had at `connect`, without those of `persistent=False`. One that is gone or
+        has another size since is sent as it was before. Nothing is sent if none has changed since they were last sent.
 
         Raises:
             RuntimeError: This rank is no worker, or has left the run.
@@ -209,10 +209,12 @@ class TorchSession(Session):
         return {name: buffer for name, buffer in self._buffers().items() if sizes.get(name) == buffer.numel()}
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Return the model's floating-point buffers of now."""
+        """Return the floating-point buffers that are in the model's `state_dict` now; not persistent=False."""
         if self.model is None:
             return {}
-        return {name: buffer for name, buffer in self.model.named_buffers() if buffer.is_floating_point()}
+        saved = {id(tensor) for tensor in self.model.state_dict(keep_vars=True).values()}
+        found = self.model.named_buffers()
+        return {name: buffer for name, buffer in found if buffer.is_floating_point() and id(buffer) in saved}
 
 
 class AsynchronousOptimizer(torch.optim.Optimizer):
@@ -287,6 +289,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
                 lr[name], weight_decay[name] = float(group["lr"]), float(group["weight_decay"])
                 if parameter.grad is not None:
                     gradients[name] = _as_array(parameter.grad).reshape(-1)
+        self.session._note(self)
         self.session._push(gradients, lr, weight_decay)
         if self.session.worker.step % SHARE_EVERY == 0:
             self.session.share_buffers()

@@ -15,6 +15,7 @@ from horovod.torch.elastic.state import get_handler_registry
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.frames import warn
 from hvd_sparse.members import not_compressed
+from hvd_sparse.shared_use import SharedUse
 from hvd_sparse.torch.caller import calling_optimizer, reduces_again, runs_closure, stepping_scaler
 from hvd_sparse.torch.codecs.base import Arrival
 from hvd_sparse.torch.collectives.horovod import HorovodCollectives
@@ -60,9 +61,7 @@ class SparseCompressor(Compressor):
         super().__init__(algorithm, named_parameters, self._collectives)
         self._open: set[str] = set()  # compressed, not yet decompressed
         self._references: list[torch.Tensor] = []  # gradients that Horovod all-reduces
-        self._optimizers: weakref.WeakSet = weakref.WeakSet()  # that have called
-        self._last_optimizer: weakref.ref | None = None
-        self._is_shared = False  # several optimizers call in turn
+        self._optimizers = SharedUse()
         _compressors.add(self)
         self._start_check()
         self._has_warned_of_sparse = False
@@ -227,7 +226,11 @@ class SparseCompressor(Compressor):
             if self.algorithm.depends_on_reduction:
                 raise ValueError(REDUCTION_UNKNOWN)
             return Units(size, None, self._loss_scale)
-        self._note(optimizer)
+        if self._optimizers.begins(optimizer):
+            warn(
+                "hvd_sparse: several optimizers use one compressor: each counts as a step, and sends payloads for the "
+                "parameters of the others, too. Build a compressor for each, from its own named parameters"
+            )
         if reduces_again(optimizer):
             raise RuntimeError(
                 "hvd_sparse: optimizer.step() would reduce again what optimizer.synchronize() has reduced: residuals "
@@ -235,18 +238,6 @@ class SparseCompressor(Compressor):
             )
         self._averages = getattr(optimizer, "op", hvd.Average) == hvd.Average
         return Units(size, 1.0 / size if self._averages else 1.0, self._loss_scale)
-
-    def _note(self, optimizer) -> None:
-        """Warn once if several optimizers use this compressor in turn, not if one has replaced another."""
-        if self._last_optimizer is None or self._last_optimizer() is not optimizer:
-            if optimizer in self._optimizers and not self._is_shared:
-                self._is_shared = True
-                warn(
-                    "hvd_sparse: several optimizers use one compressor: each counts as a step, and sends payloads for "
-                    "the parameters of the others, too. Build a compressor for each, from its own named parameters"
-                )
-            self._optimizers.add(optimizer)
-            self._last_optimizer = weakref.ref(optimizer)
 
     def _result(self, carried: torch.Tensor, arrival: Arrival) -> torch.Tensor:
         gradient = arrival.gradient

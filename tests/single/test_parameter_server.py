@@ -183,3 +183,13 @@ def test_models_that_differ_in_names_alone_are_told_what_to_do(theirs, ours, are
     said = differing(*sides)
     assert said.startswith("other names for the same shapes: with Keras, call tf.keras.backend.clear") == are_renamed
     assert bool(said) == (theirs != ours)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [("wieght", 20, "'wieght' is of no parameter"), ("weight", 10, "'weight' must have 20 elements, got 10")],
+)
+def test_a_gradient_of_another_name_or_size_is_refused(name, size, message):
+    simulation = Simulation(METHODS["dgs"](density=0.1), {"weight": np.zeros(20, np.float32)}, workers=1)
+    with pytest.raises(ValueError, match=message):
+        simulation.step(0, lambda *_: {name: np.ones(size, np.float32)}, lr=0.1)

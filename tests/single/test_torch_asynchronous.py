@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -235,7 +236,7 @@ def test_buffers_are_averaged_and_in_the_global_state(join):
     optimizer = session.optimizer(lr=0.1)
     learn(model, optimizer, 12)  # buffers are sent at the tenth step
     session.synchronize()
-    assert session._state()[1].size == 9 + 9 + 3
+    assert session._state()[1].size == 9 + 9  # what is not in a state_dict is the same on every worker
     state = session.global_state_dict()
     assert state.keys() == model.state_dict().keys()
     same(state, model.state_dict())  # one worker: its own
@@ -244,6 +245,38 @@ def test_buffers_are_averaged_and_in_the_global_state(join):
     fresh.load_state_dict(state)
     model.eval(), fresh.eval()
     assert torch.equal(model(torch.ones(1, 6)), fresh(torch.ones(1, 6)))
+
+
+def test_buffers_are_sent_if_they_have_changed(join):
+    model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9))
+    model.register_buffer("mask", torch.full((5,), -torch.inf))
+    session = join(model)
+    session.share_buffers()
+    sent = session.stats()["bytes_up"]
+    session.share_buffers()
+    assert session.stats()["bytes_up"] == sent
+    model[1].running_mean[2] = 3.0
+    session.share_buffers()
+    assert session.stats()["bytes_up"] > sent
+    with pytest.warns(UserWarning, match="1 elements of the model's buffers have become NaN or infinity"):
+        model[1].running_mean[0] = torch.nan
+        session.share_buffers()
+    model[1].running_mean[2] = 4.0
+    assert session.global_state_dict()["1.running_mean"][:3].tolist() == [0.0, 0.0, 4.0]
+    assert session.global_state_dict()["mask"].tolist() == 5 * [-torch.inf]
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_several_optimizers_of_one_session_are_warned_of_once(join, in_turn):
+    model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 2))
+    session = join(model)
+    first, second = (session.optimizer(part.parameters(), lr=0.1) for part in model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for optimizer in (first, second, first, second) if in_turn else (first, first, second, second):
+            learn(model, optimizer, 1)
+    told = [one for one in caught if "several optimizers of one session step in turn" in str(one.message)]
+    assert len(told) == in_turn
 
 
 def test_what_is_saved_has_the_present_buffers(join, tmp_path):
