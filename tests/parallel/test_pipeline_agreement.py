@@ -53,6 +53,20 @@ def test_a_stage_that_raises_between_steps_is_the_reason_of_all_that_follows():
 
 
 @several
+@pytest.mark.parametrize("others", ["predict", "evaluate"])
+def test_stages_that_make_different_calls_are_told(others):
+    """A prediction's messages would else pass for those of an evaluation, with a loss of 0."""
+    calls = {"predict": (torch.ones(4, 3),), "evaluate": (torch.ones(4, 3), torch.zeros(4, 3))}
+    own = others if RANK > 0 else {"predict": "evaluate", "evaluate": "predict"}[others]
+    with pytest.raises(
+        (ValueError, PipelineError), match="every stage must call step, evaluate and predict in the same"
+    ):
+        with pipeline() as one:
+            getattr(one, own)(*calls[own])
+            one.evaluate(*calls["evaluate"])  # a stage that predicts runs ahead by a batch
+
+
+@several
 def test_an_error_that_follows_from_another_stages_is_replaced_by_its_reason():
     with pytest.raises(ArithmeticError if RANK == 0 else PipelineError, match="out of luck"), pipeline():
         if RANK == 0:

@@ -1,6 +1,7 @@
 """What a pipeline refuses, with an error on all stages."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ RANK, STAGES = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
 LAST = RANK == STAGES - 1
 several = pytest.mark.skipif(STAGES == 1, reason="one stage sends nothing")
 ZEROS = np.zeros((4, 3), np.float32)
+MEAN = tf.keras.losses.MeanSquaredError().reduction  # "auto" in Keras 2, "sum_over_batch_size" in Keras 3
 
 
 def pipeline(stage=None, **options):
@@ -23,7 +25,7 @@ def pipeline(stage=None, **options):
     return Pipeline(tf.keras.layers.Dense(3) if stage is None else stage, **options)
 
 
-@pytest.mark.parametrize(("own", "reduction"), [("sum", "mean"), ("sum_over_batch_size", "sum")])
+@pytest.mark.parametrize(("own", "reduction"), [("sum", "mean"), (MEAN, "sum")])
 def test_a_loss_object_of_another_reduction_is_refused(own, reduction):
     loss = tf.keras.losses.MeanSquaredError(reduction=own)
     expected = rf"reduction must be that of the loss, got '{reduction}' with MeanSquaredError\(reduction='{own}'\)"
@@ -83,6 +85,57 @@ def test_data_that_are_no_tensors_of_samples_are_refused(inputs, targets, error,
 def test_a_loss_that_is_no_tensor_is_refused(method):
     with pytest.raises((TypeError, PipelineError), match="loss must return a tensor of TensorFlow, got float"):
         getattr(pipeline(loss=lambda outputs, _: float(tf.reduce_sum(outputs))), method)(ZEROS, ZEROS)
+
+
+class Masking(tf.keras.layers.Layer):
+    """Marks padding, and computes the mean of what is none: as a Keras mask, or as a second output or argument."""
+
+    def __init__(self, returns):
+        super().__init__()
+        self.scale = self.add_weight(shape=[], initializer="ones", name="scale")
+        self.returns = returns
+
+    def call(self, x, mask=None):
+        if mask is not None or LAST:
+            mask = tf.ones_like(x[:, :, 0], tf.bool) if mask is None else mask
+            return self.scale * tf.reduce_mean(tf.boolean_mask(x, mask), 0, keepdims=True) + 0.0 * x[:, 0]
+        mask = tf.reduce_any(x != 0.0, -1)
+        if self.returns == "keras":
+            output = self.scale * x
+            output._keras_mask = mask
+            return output
+        return {"x": self.scale * x, "mask": mask} if self.returns == "dict" else (self.scale * x, mask)
+
+
+@pytest.mark.skipif(STAGES != 2, reason="the first stage masks, the second takes the mask")
+@pytest.mark.parametrize("returns", ["tuple", "dict"])
+def test_a_mask_is_an_argument_of_the_next_stage(returns):
+    inputs = np.array([[[2.0], [4.0], [0.0]], [[6.0], [0.0], [0.0]]], np.float32)
+    with pipeline(Masking(returns)) as one:
+        found = one.predict(inputs)
+        assert one.step(inputs, np.full((2, 1), 3.0, np.float32)) == 1.0
+    if LAST:
+        np.testing.assert_array_equal(found, [[4.0], [4.0]])
+
+
+@pytest.mark.skipif(STAGES != 2, reason="the first stage masks")
+@pytest.mark.parametrize("method", ["step", "predict"])
+def test_a_mask_of_keras_is_refused_where_it_would_be_lost(method):
+    data = (np.ones((2, 3, 1), np.float32), np.zeros((2, 1), np.float32))[: 1 + (method == "step")]
+    with pytest.raises(
+        (ValueError, PipelineError), match="output 'output' of a stage has a Keras mask"
+    ):
+        getattr(pipeline(Masking("keras")), method)(*data)
+
+
+def test_gradients_are_not_reduced_among_other_ranks_than_the_replicas():
+    one, theirs = pipeline(), SimpleNamespace(process_set_id=1 + RANK)
+    one.step(ZEROS, ZEROS)
+    one._channel._everyone = SimpleNamespace(process_set=SimpleNamespace(process_set_id=0), fail=lambda error: None)
+    with pytest.raises(ValueError, match=r"process_set must be the one that hybrid\(\) returned"):
+        one._reduced(one.gradients(), {"process_set": theirs})
+    one._channel._everyone = None
+    one.close()
 
 
 @several

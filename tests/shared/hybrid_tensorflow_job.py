@@ -56,7 +56,7 @@ def main():
         inputs, targets = batch(step, grid.replicas)
         mine = slice(grid.replica * ROWS, (grid.replica + 1) * ROWS)
         losses.append(pipeline.step(inputs[mine], targets[mine]))
-        gradients = pipeline.reduced_gradients(compression=compression, process_set=process_set)
+        gradients = pipeline.reduced_gradients(compression=compression)  # among the replicas of this stage
         optimizer.apply_gradients(zip(gradients, stage.trainable_variables, strict=True))
         theirs, gradients = whole.gradients(inputs, targets)
         reference.apply_gradients(zip(gradients, whole.variables, strict=True))
