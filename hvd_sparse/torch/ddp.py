@@ -227,6 +227,8 @@ class DDPCompressor(Compressor):
         arrivals, sums, future = [], [], Future(devices=[buffer.device] if buffer.is_cuda else [])
         for name, gradient in zip(names, gradients, strict=True):
             arrival = self._arrival_of(name, gradient, name in unused)
+            if arrival.frozen and arrival.origin is None:  # sums go there, and this one may stay
+                arrival = Arrival(name, gradient.clone(), True, origin=gradient)
             carried = self._step.add(arrival)
             arrivals.append(arrival)
             if not arrival.carries_token:
@@ -246,21 +248,24 @@ class DDPCompressor(Compressor):
 
     def _deliver(self) -> None:
         """Finish the step: write the mean over all ranks to the buckets."""
+        unused = self._start_unused()
         self._finish()
-        scale = 1.0 / self._exchange.size()
+        scale, kept = 1.0 / self._exchange.size(), self._unused_everywhere(unused)
         for arrived in self._arrived:
             if arrived.pending is not None:
                 with self._traffic.timed("exchange"):
                     total = arrived.pending.wait()
             with self._traffic.timed("decompress"):
                 if self._overflowed:
-                    arrived.buffer.fill_(float("nan"))
+                    for arrival in arrived.arrivals:
+                        if arrival.name not in kept:
+                            arrival.passed.fill_(float("nan"))
                     continue
                 means = []
                 if arrived.pending is not None:
                     total = total if total.dtype == torch.float16 else total.mul_(scale)
                     means = list(total.split(arrived.sizes))
-                self._put(arrived.arrivals, means, scale)
+                self._put(arrived.arrivals, means, scale, kept)
         self._end()
         if not (self._overflowed or self._joins()):  # a loss scaler skips the optimizer's step after an overflow
             used = [self._parameters[name] for name in self._used]
@@ -271,15 +276,30 @@ class DDPCompressor(Compressor):
         self._arrived, self._arrived_names = [], set()
         self._used.clear()
 
-    def _put(self, arrivals: list[Arrival], means: list[torch.Tensor], scale: float) -> None:
-        """Write the reduced gradients to the bucket. means: the means of the tensors sent dense, in their order."""
+    def _put(self, arrivals: list[Arrival], means: list[torch.Tensor], scale: float, kept: set[str]) -> None:
+        """Write the reduced gradients to the bucket, but for `kept`. means: of the tensors sent dense, in order."""
         dense = iter(means)
         for arrival in arrivals:
             carried = arrival.gradient if arrival.carries_token else next(dense)
-            place = arrival.gradient if arrival.origin is None else arrival.origin
-            result = self._step.result(arrival, carried, scale)
-            if result.data_ptr() != place.data_ptr():
+            place, result = arrival.passed, self._step.result(arrival, carried, scale)
+            if arrival.name not in kept and result.data_ptr() != place.data_ptr():
                 place.copy_(result.view(place.shape))
+
+    def _start_unused(self) -> Pending | None:
+        """Start to count the ranks that use each parameter, where the bucket of an unused one is its `grad`."""
+        if not (self._leaves_out() and self._is_set("gradient_as_bucket_view")):
+            return None  # DDP itself leaves such a `grad` as it is
+        used = torch.tensor([float(name in self._used) for name in sorted(self._arrived_names)])
+        self._traffic.count(payload_bytes=used.nbytes)
+        return self._exchange.allreduce("used", used)
+
+    def _unused_everywhere(self, unused: Pending | None) -> set[str]:
+        """Return the parameters whose `grad` must stay, as no rank has used them."""
+        if unused is None:
+            return set()
+        with self._traffic.timed("exchange"):
+            counts = unused.wait().tolist()
+        return {name for name, count in zip(sorted(self._arrived_names), counts, strict=True) if count == 0.0}
 
     def _units(self) -> Units:
         """Return the units of the step that begins. DDP expects means of gradients."""
@@ -287,7 +307,8 @@ class DDPCompressor(Compressor):
         return Units(size, 1.0 / size, self._loss_scale)
 
     def _description(self) -> list[str]:
-        return [*super()._description(), f"parameters may be left out = {self._leaves_out()}"]
+        views = f"gradient_as_bucket_view = {self._is_set('gradient_as_bucket_view')}"
+        return [*super()._description(), f"parameters may be left out = {self._leaves_out()}", views]
 
 
 class Compression(CompressionMethods[Iterable[tuple[str, torch.nn.Parameter]], DDPCompressor]):

@@ -143,6 +143,36 @@ def test_what_the_grad_of_an_unused_parameter_still_has_is_not_sent(method):
 
 
 @pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("method", ["dgc", "dgc, joint", "dgc, dense", "samomentum"])
+def test_the_grad_of_a_parameter_that_no_rank_used_stays(method, view):
+    """Where it is a view of a bucket, too; one that another rank has used gets the mean, on all ranks."""
+    name, settings = WITH_MOMENTUM[method]
+    ddp = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
+    trainer = Trainer(name, ddp=ddp, **settings)
+    names, rank = sorted(SHAPES), dist.get_rank()
+    for step in range(6):
+        used = names if step == 0 else names[step % 2 :: 2]
+        here = used if rank == 0 else used[1:]
+        before = {one: None if step == 0 else trainer.model[one].grad.clone() for one in names}
+        gradients = draw({one: SHAPES[one] for one in here}, step, rank)
+        if step == 4 and rank == 0:
+            gradients[used[1]][:] = np.nan  # the step is skipped
+        for one in here:
+            if step > 0:
+                trainer.model[one].grad.zero_()
+        trainer.backward(gradients)
+        for one in names:
+            grad = trainer.model[one].grad
+            if one not in used:
+                torch.testing.assert_close(grad, before[one], rtol=0.0, atol=0.0, equal_nan=True)
+            else:
+                assert grad.isnan().all() if step == 4 else grad.isfinite().all(), (step, one)
+                every = [torch.zeros_like(grad) for _ in range(dist.get_world_size())]
+                dist.all_gather(every, grad.contiguous())
+                assert all(torch.equal(every[0].nan_to_num(7.0), theirs.nan_to_num(7.0)) for theirs in every), one
+
+
+@pytest.mark.parametrize("view", [False, True])
 def test_accumulation_without_synchronization(view):
     balance = Balance(trainer := Trainer(ddp={"gradient_as_bucket_view": view}, **SETTINGS))
     for step in range(6):
