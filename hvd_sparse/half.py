@@ -1,6 +1,7 @@
-"""16-bit gradients: residuals keep what a reduced gradient loses by rounding or overflow.
+"""16-bit gradients: residuals keep what a sum of payloads loses by rounding or overflow.
 
-Residuals and sums of payloads are float32. A sum may overflow in float16, and both 16-bit types round it.
+Residuals and sums of payloads are float32. A sum may overflow in float16, and both 16-bit types round it. The sum of a
+dense step is rounded as in dense training, and only in a hierarchical exchange is the rest kept.
 """
 
 import math

@@ -11,7 +11,7 @@ import abc
 import itertools
 from dataclasses import dataclass
 
-from hvd_sparse.checks import checked_density, checked_integer
+from hvd_sparse.checks import check_number, checked_density, checked_integer
 
 STAGE_TOLERANCE = 0.05  # a stage this close to the final density is not worth having: 0.25**5 = 0.000977 is 0.001
 
@@ -61,7 +61,7 @@ class Constant(Schedule):
     value: float
 
     def __post_init__(self):
-        object.__setattr__(self, "value", checked_density("density", self.value))
+        object.__setattr__(self, "value", checked_density("value", self.value))
 
     @property
     def highest(self) -> float:
@@ -113,12 +113,11 @@ class WarmUp(Schedule):
     factor: float = 0.25
 
     def __post_init__(self):
-        object.__setattr__(self, "final", checked_density("density", self.final))
+        object.__setattr__(self, "final", checked_density("final", self.final))
         object.__setattr__(self, "initial", checked_density("initial", self.initial))
-        object.__setattr__(self, "factor", checked_density("factor", self.factor))
+        check_number("factor", self.factor, "in (0, 1)", lambda factor: 0.0 < factor < 1.0)
+        object.__setattr__(self, "factor", float(self.factor))
         object.__setattr__(self, "steps", checked_integer("steps", self.steps, 1))
-        if self.factor == 1.0:
-            raise ValueError("factor must be below 1, or the density never falls; got 1.0")
 
     @property
     def stages(self) -> tuple[float, ...]:

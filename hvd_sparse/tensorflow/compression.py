@@ -32,7 +32,7 @@ from hvd_sparse.tensorflow.calls import (
 )
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, make_error_feedback, make_variable
 from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
-from hvd_sparse.tensorflow.hosts import make_hosts
+from hvd_sparse.tensorflow.hosts import Hosts, make_hosts
 from hvd_sparse.tensorflow.norm import sum_of_squares
 from hvd_sparse.tensorflow.parts import Parts
 from hvd_sparse.tensorflow.state import assign_all, evaluate, gather_state, identity_of, restore_state
@@ -73,6 +73,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         self.thresholds: list[tf.Variable] = []  # thresholds that outlive a step
         self.place: tf.Variable | None = None  # whose error feedback this is: ranks, rank and shard
         self.names: tf.Variable | None = None  # a digest of the variables' names
+        self.hosts: Hosts | None = None
         loss_scale = make_variable([], "hvd_sparse/loss_scale", tf.float64, 1.0)
         self._parts = Parts(algorithm, loss_scale, Variables(variables), Exchange(process_set), TrafficVariables())
         if self._parts.variables.is_loaded():
@@ -106,7 +107,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
     @property
     def regions(self) -> dict:
         """The regions of reduce-scatters; no attribute, as TensorFlow would track it, and refuse a checkpoint of it."""
-        return self._parts.step.codec.regions
+        return self._parts.step.codec.regions if self.feedback else {}
 
     @property
     def loss_scale(self) -> tf.Variable:
@@ -222,8 +223,8 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
 
         Args:
             summed: False: this rank's state. If each rank loads its state, at the same world size, training continues
-                bit for bit as without interruption. True: the sum over all ranks, the same on each (call it on every
-                rank). Any world size can load this sum; thresholds start anew.
+                bit for bit as without interruption, but for `dense_fallback="measured"`. True: the sum over all ranks,
+                the same on each (call it on every rank). Any world size can load this sum; thresholds start anew.
             session: The `tf.compat.v1.Session` of a graph of TensorFlow 1; None otherwise.
 
         Returns:
@@ -234,8 +235,9 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
             RuntimeError: Inside a `tf.function`. With `summed`: the graph is finalized, or another rank did not call
                 within 600 s.
         """
-        self._load()
         parts = self._parts
+        if summed or not parts.algorithm.is_hierarchical:  # to find the hosts would wait for the other ranks
+            self._load()
         return gather_state(self, parts.threshold_rows, parts.exchange, summed, parts.averages, session)
 
     def load_state_dict(self, state: dict, session=None) -> None:

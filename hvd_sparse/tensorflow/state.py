@@ -56,7 +56,7 @@ def _changes(compressor, rows: Mapping[str, int], state: dict, exchange) -> Iter
     hosts, summed = compressor.hosts, state["summed"]
     yield compressor.step, state["step"]
     for name, memory in compressor.feedback.items():
-        saved = state["memory"][name]
+        saved = state["memory"].get(name, {})
         for kind, buffer in memory.buffers.items():
             value, place, count = np.zeros(memory.size), exchange.rank(), exchange.size()
             if kind in saved:
@@ -107,7 +107,7 @@ def _check(compressor, thresholds: Mapping[str, int], state: dict, exchange) -> 
         sizes |= {name: int(cut[-1]) for name, cut in hosts.cuts.items()}
     check_state(state, sizes, kinds, thresholds, identity_of(compressor.hosts, exchange))
     for name, memory in feedback.items():
-        for kind, saved in state["memory"][name].items():
+        for kind, saved in state["memory"].get(name, {}).items():
             if kind not in memory.buffers and np.any(on_host(saved)):
                 raise ValueError(
                     f"{name}: the state has a {kind} that would be lost, as the variable is sent dense now: give the "

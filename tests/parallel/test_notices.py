@@ -26,7 +26,7 @@ def test_who_comes_to_a_meeting_that_another_will_not_come_to_hears_so(notices):
     if RANK == LAST:
         notices.leave(None)
     else:
-        expected = f"rank {LAST} has ended, while rank {RANK} waits until all have come to the end of step 2: every rank must take"
+        expected = f"rank {LAST} has ended, while rank {RANK} waits until all have come to the end of step 2:"
         with pytest.raises(PipelineError, match=expected):
             notices.meet("the end of step 2", 30.0)
 

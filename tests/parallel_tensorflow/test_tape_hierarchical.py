@@ -159,6 +159,27 @@ def test_a_state_goes_on(summed, between, layout):
                 np.testing.assert_array_equal(found[name], expected[name])
 
 
+def test_before_the_variables_are_known_a_rank_reads_its_state_alone():
+    """To find the hosts would wait for the other ranks."""
+    made: dict[str, list] = {"first": [], "second": []}
+    first, second = (
+        Compression.dgc(lambda own=own: own, 0.05, min_numel=100, exchange="hierarchical", ranks_per_host=1)
+        for own in made.values()
+    )
+    early = first.state_dict() if hvd.rank() == 0 else None
+    reducers = []
+    for name, compression in (("first", first), ("second", second)):
+        variables = make_variables()
+        made[name] += variables.values()
+        reducers.append(Reducer(variables, compression))
+    for t in range(3):
+        reducers[0](draw(SHAPES, t, hvd.rank()))
+    first.load_state_dict(early or second.state_dict())
+    for t in range(3):
+        found, wanted = (reduce(draw(SHAPES, t, hvd.rank())) for reduce in reducers)
+        assert all((found[name] == wanted[name]).all() for name in SHAPES)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_gradient_that_is_not_finite_skips_the_step_on_all_hosts(layout):
     variables = make_variables()

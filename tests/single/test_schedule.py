@@ -96,9 +96,12 @@ def test_make_schedule():
 
 
 @pytest.mark.parametrize("density", [0, -0.5, 1.5, math.nan, math.inf, np.float32(2)])
-@pytest.mark.parametrize("make", [Constant, lambda density: WarmUp(density, 3), make_schedule])
-def test_density_out_of_range(make, density):
-    with pytest.raises(ValueError, match=r"density must be in \(0, 1\], got"):
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [("value", Constant), ("final", lambda density: WarmUp(density, 3)), ("density", make_schedule)],
+)
+def test_density_out_of_range(name, make, density):
+    with pytest.raises(ValueError, match=rf"^{name} must be in \(0, 1\], got"):
         make(density)
 
 
@@ -123,7 +126,7 @@ def test_refusals_say_what_to_do():
         WarmUp(0.01, 0)
     with pytest.raises(TypeError, match=r"steps must be an integer of at least 1, got 2\.5 of type float"):
         WarmUp(0.01, 2.5)
-    with pytest.raises(ValueError, match="factor must be below 1"):
+    with pytest.raises(ValueError, match=r"factor must be in \(0, 1\), got 1.0"):
         WarmUp(0.01, 5, factor=1.0)
     with pytest.raises(ValueError, match="initial must be in"):
         WarmUp(0.01, 5, initial=0.0)
