@@ -23,16 +23,14 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-sys.path.insert(0, str(Path(__file__).resolve().parent / "network"))
 import char_data
 import pytorch_transformer
-from records import load, save
+from common import RESULTS, load, missing, save
 
 from hvd_sparse import native
 from hvd_sparse.schedule import WarmUp
 from hvd_sparse.wire import top_k_count
 
-RESULTS = Path(__file__).resolve().parent / "results"
 KEYS = ("method", "steps", "seed", "ranks", "lr")
 WARM_UP = 100  # warm-up of the learning rate and of the density, in steps
 WIDTH, LAYERS, HEADS, LENGTH, BATCH = 128, 3, 4, 64, 8
@@ -194,12 +192,10 @@ def main() -> None:
     torch.set_num_threads(1)
     path = args.out / "adamw.json"
     results = load(path)
-    known = {tuple(one[key] for key in KEYS) for one in results}
-    for steps, seed, method in itertools.product(args.steps, args.seeds, args.methods):
-        run = {"method": method, "steps": steps, "seed": seed, "ranks": args.ranks, "lr": args.lr}
-        if tuple(run[key] for key in KEYS) in known:
-            continue
-        results.append(train(run))
+    wanted = itertools.product(args.steps, args.seeds, args.methods)
+    wanted = [(method, steps, seed, args.ranks, args.lr) for steps, seed, method in wanted]
+    for method, steps, seed, *others in missing(wanted, results, KEYS):
+        results.append(train(dict(zip(KEYS, (method, steps, seed, *others), strict=True))))
         save(path, results)
         print(f"{method}, {steps} steps, seed {seed}: {results[-1]['loss']:.3f}", flush=True)
     shown = [one for one in results if (one["ranks"], one["lr"]) == (args.ranks, args.lr)]

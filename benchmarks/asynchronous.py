@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from convergence import RESULTS, refuse_other_settings
+from common import RESULTS, missing, refuse_other_settings
 from machine import machine
 from tqdm import tqdm
 
@@ -90,13 +90,13 @@ def rows_of(args: argparse.Namespace) -> list[dict]:
             "task": task,
             "updates": args.updates or UPDATES[task],
             "name": name,
-            "workers": workers,
-            "momentum": momentum_of(name, workers),
+            "workers": count,
+            "momentum": momentum_of(name, count),
         }
         for task in args.tasks
         for workers in args.workers
         for name in args.methods
-        for workers in ([1] if name == "msgd" else [workers])
+        for count in ([1] if name == "msgd" else [workers])
     ]
 
 
@@ -223,8 +223,8 @@ def made_before(args: argparse.Namespace) -> list[dict]:
 
 def run_missing(wanted: list[dict], runs: list[dict], args: argparse.Namespace, end: float, pool) -> None:
     """Train the missing runs until `end`, and write the results after each run."""
-    known = [{key: run[key] for key in KEYS} for run in runs]
-    jobs = iter([(run, args.batch_size) for run in wanted if run not in known])
+    keys = missing([tuple(run[key] for key in KEYS) for run in wanted], runs, KEYS)
+    jobs = iter([(dict(zip(KEYS, run, strict=True)), args.batch_size) for run in keys])
     timely = (job for job in jobs if time.monotonic() < end)
     waiting = [pool.apply_async(train, (job,)) for _, job in zip(range(args.processes), timely, strict=False)]
     with tqdm(unit="run") as progress:

@@ -19,11 +19,10 @@ import time
 from pathlib import Path
 
 import torch
-from convergence import RESULTS, refuse_other_settings
+from common import RESULTS, ROOT, missing, refuse_other_settings
 from machine import machine
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 SERIES_EVERY = 50  # steps between two points of a curve
 WATCHED = (0.25, 0.1, 0.05)  # densities whose thresholds are recorded in the run without boundaries
@@ -246,9 +245,8 @@ def main():
     before = json.loads(file.read_text()) if file.exists() else {"settings": settings, "runs": []}
     refuse_other_settings(file, before["settings"], settings)
     results = before["runs"]
-    known = {(run["name"], run["seed"]) for run in results}
-    wanted = [{"name": name, "seed": seed} for seed in args.seeds for name in args.runs]
-    jobs = [(run, args) for run in wanted if (run["name"], run["seed"]) not in known]
+    wanted = missing([(name, seed) for seed in args.seeds for name in args.runs], results, ("name", "seed"))
+    jobs = [({"name": name, "seed": seed}, args) for name, seed in wanted]
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         for result in tqdm(pool.imap(train, jobs), total=len(jobs), unit="run"):
             results.append(result)

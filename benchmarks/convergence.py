@@ -8,23 +8,22 @@ overwritten. The last line of output is one JSON object.
 """
 
 import argparse
+import itertools
 import json
-import math
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
+from common import RESULTS, ROOT, last_json, missing, number, refuse_other_settings
 from machine import machine
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 METHODS = ("dgc", "gradient_dropping", "dct", "micro", "topk", "cltk", "sidco", "random_k")
 
 
 def methods(density: float, threshold: float) -> dict[str, list[str]]:
     """Return {method: options} at one density. threshold: the constant of hard_threshold."""
     rows = {f"{method} {density}": ["--method", method, "--density", str(density)] for method in METHODS}
+    rows[f"topk {density}"] += ["--scope", "tensor"]  # as the others select; its default is "model"
     constant = ["--method", "hard_threshold", "--threshold", str(threshold)]
     return {"dense": ["--method", "none"], **rows, f"hard_threshold {threshold}": constant}
 
@@ -95,8 +94,7 @@ def train(script: str, options: list[str], ranks: int, seed: int, extra: list[st
     """Run one example and return its JSON line."""
     command = ["mpirun", "-np", str(ranks), "--oversubscribe", sys.executable, str(ROOT / "examples" / script)]
     command += [*options, "--seed", str(seed), "--plot", "", "--quiet", *extra]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return last_json(command)
 
 
 def run(name: str, ranks: int, seeds: list[int], extra: list[str], out: Path, resume: bool) -> list[dict]:
@@ -108,27 +106,13 @@ def run(name: str, ranks: int, seeds: list[int], extra: list[str], out: Path, re
         found = {"ranks": before["runs"][0]["world_size"], "options": before.get("options", [])}
         refuse_other_settings(path, found, {"ranks": ranks, "options": extra})
     results = before["runs"] if before and resume else []
-    for label, options in methods.items():
-        for seed in seeds:
-            if any((row["label"], row["seed"]) == (label, seed) for row in results):
-                continue
-            result = train(script, [*common, *options], ranks, seed, extra)
-            results.append({"label": label, **result})
-            found = f"{metric} {number(result[metric]):.3f}, ratio {result['ratio']:.0f}"
-            print(f"{name}: {label}, seed {seed}: {found}", flush=True)
-            write(name, results, ranks, extra, out)
+    for label, seed in missing(itertools.product(methods, seeds), results, ("label", "seed")):
+        result = train(script, [*common, *methods[label]], ranks, seed, extra)
+        results.append({"label": label, **result})
+        found = f"{metric} {number(result[metric]):.3f}, ratio {result['ratio']:.0f}"
+        print(f"{name}: {label}, seed {seed}: {found}", flush=True)
+        write(name, results, ranks, extra, out)
     return results
-
-
-def refuse_other_settings(path: Path, found: dict, wanted: dict) -> None:
-    """Exit if a file has results of other settings, which this call would overwrite."""
-    if found != wanted:
-        sys.exit(f"{path} has results of {found}, but this call is for {wanted}: name another folder with --out")
-
-
-def number(value: float | None) -> float:
-    """Return a number of an example's JSON line, where null is a number that is not finite: training diverged."""
-    return math.nan if value is None else value
 
 
 def write(name: str, results: list[dict], ranks: int, extra: list[str], out: Path) -> None:

@@ -29,29 +29,28 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-sys.path.insert(0, str(Path(__file__).resolve().parent / "network"))
 import char_data
 import digits_data
 import pytorch_char_lstm
 import pytorch_digits
-from records import load, save
+from common import RESULTS, load, missing, save
 
 from hvd_sparse import native
 from hvd_sparse.reduce_scatter import MessageFormat, Regions, SparseVector, add_in_order
 from hvd_sparse.schedule import Constant, WarmUp
 from hvd_sparse.wire import payload_size, top_k_count
 
-RESULTS = Path(__file__).resolve().parent / "results"
 KEYS = ("task", "ranks", "method", "exchange", "density", "seed")
 MOMENTUM = 0.9
 Step = Callable[[int], torch.Tensor]
 
 
 class Task(NamedTuple):
-    """A training task: it makes a model and batches, and computes the metric of a model."""
+    """A training task: it makes a model and batches, and computes the loss of a batch and the metric of a model."""
 
     build: Callable
     batches: Callable
+    loss: Callable
     test: Callable
     metric: str
     steps: int
@@ -107,10 +106,9 @@ def text_test(model) -> float:
 
 
 TASKS = {
-    "digits": (Task(pytorch_digits.Net, digits_batches, digits_test, "accuracy", 600, 0.05, None), digits_loss),
-    "char_lstm": (
-        Task(lambda: pytorch_char_lstm.Model(64), text_batches, text_test, "perplexity", 1500, 1.0, 0.25),
-        text_loss,
+    "digits": Task(pytorch_digits.Net, digits_batches, digits_loss, digits_test, "accuracy", 600, 0.05, None),
+    "char_lstm": Task(
+        lambda: pytorch_char_lstm.Model(64), text_batches, text_loss, text_test, "perplexity", 1500, 1.0, 0.25
     ),
 }
 
@@ -204,21 +202,20 @@ EXCHANGES = {"gather": gather, "reduce_scatter": reduce_scatter, "completed": co
 
 def train(run: dict) -> dict:
     """Train a model. Return its metric, and means of the bytes that rank 0 received and of the elements changed."""
-    (task, loss_of), count = TASKS[run["task"]], run["ranks"]
+    task, count = TASKS[run["task"]], run["ranks"]
     torch.manual_seed(run["seed"])
     model = task.build()
     parameters = list(model.parameters())
     n, is_dense = sum(parameter.numel() for parameter in parameters), run["exchange"] == "dense"
     method = METHODS[run["method"]]
-    local = method.momentum
     ranks = [Rank(n, method, task.batches(rank, count, run["seed"])) for rank in range(count)]
-    optimizer = torch.optim.SGD(parameters, lr=task.lr, momentum=0.0 if local else MOMENTUM)
+    optimizer = torch.optim.SGD(parameters, lr=task.lr, momentum=0.0 if method.momentum else MOMENTUM)
     warmup = task.steps // 10
     schedule = WarmUp(run["density"], steps=warmup) if method.warms_up else Constant(run["density"])
     received, changed = 0, 0
     for step in range(task.steps):
         clip_norm = None if is_dense else task.clip_norm
-        gradients = [gradient_of(model, parameters, rank, loss_of, clip_norm, count, local) for rank in ranks]
+        gradients = [gradient_of(model, parameters, rank, task.loss, clip_norm, count) for rank in ranks]
         if is_dense:
             total = np.sum(gradients, axis=0)
             if task.clip_norm is not None:  # of the mean, as dense training does
@@ -250,12 +247,12 @@ def sizes(parameters: list[torch.Tensor]) -> list[int]:
     return [parameter.numel() for parameter in parameters]
 
 
-def gradient_of(model, parameters, rank: Rank, loss_of, clip_norm: float | None, count: int, local: float):
+def gradient_of(model, parameters, rank: Rank, loss_of, clip_norm: float | None, count: int):
     """Return a rank's gradient, float32[n]. It is clipped before the accumulation (DGC, section 3.2)."""
     loss, rank.state = loss_of(model, next(rank.batches), rank.state)
     flat = torch.cat([one.reshape(-1) for one in torch.autograd.grad(loss, parameters)])
     if clip_norm is not None:
-        bound = clip_norm * count**0.5 if local else clip_norm  # it holds for the reduced gradient: appendix C
+        bound = clip_norm * count**0.5 if rank.momentum else clip_norm  # it holds for the reduced gradient: appendix C
         flat *= min(1.0, bound / (float(flat.norm()) + 1e-12))
     return flat.numpy()
 
@@ -306,13 +303,11 @@ def main() -> None:
     torch.set_num_threads(1)
     path = args.out / f"{args.name}.json"
     results = load(path)
-    known = {tuple(one[key] for key in KEYS) for one in results}
     command = shlex.join(["python", "benchmarks/exchange_convergence.py", *sys.argv[1:]])
-    for wanted in asked(args):
-        if wanted not in known:
-            results.append({**train(dict(zip(KEYS, wanted, strict=True))), "command": command})
-            save(path, results)
-            print(f"{', '.join(map(str, wanted))}: {results[-1]['metric']:.4g}", flush=True)
+    for wanted in missing(asked(args), results, KEYS):
+        results.append({**train(dict(zip(KEYS, wanted, strict=True))), "command": command})
+        save(path, results)
+        print(f"{', '.join(map(str, wanted))}: {results[-1]['metric']:.4g}", flush=True)
     (args.out / f"{args.name}.md").write_text("\n".join(table(results)))
     print(json.dumps({"results": results}))
 

@@ -12,13 +12,13 @@ benchmarks/results, and with other settings to the folder `--out`. The last line
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 import torch
+from common import RESULTS, last_json
 from entries import ENTRY_BYTES
 
 from hvd_sparse import native
@@ -26,8 +26,7 @@ from hvd_sparse.reduce_scatter import MessageFormat, Regions, SparseVector
 from hvd_sparse.torch import ops
 from hvd_sparse.wire import payload_size, top_k_count
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results"
+JOB = Path(__file__).resolve().parent / "exchanges_job.py"
 
 
 def drawn(n: int, k: int, random: np.random.Generator, common: np.ndarray) -> SparseVector:
@@ -117,9 +116,7 @@ def sum_of(selected: list[SparseVector], n: int) -> np.ndarray:
 
 def run_job(ranks: int) -> dict:
     """Return the bytes that the ranks of a real job receive."""
-    command = ["mpirun", "-np", str(ranks), "--oversubscribe", sys.executable, str(HERE / "exchanges_job.py")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return last_json(["mpirun", "-np", str(ranks), "--oversubscribe", sys.executable, str(JOB)])
 
 
 def write(simulated: list[dict], jobs: list[dict], n: int, density: float, out: Path) -> None:

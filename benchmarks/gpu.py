@@ -167,10 +167,10 @@ def _flat(tensors: torch.Tensor | list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
-def on_device(action: Callable[[], object], before: Callable[[], object] = lambda: None, rounds: int = ROUNDS) -> float:
+def on_device(action: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
     """Return the median microseconds on the device of an action that is enqueued while the device is still busy."""
     times = []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         before()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
@@ -183,10 +183,10 @@ def on_device(action: Callable[[], object], before: Callable[[], object] = lambd
     return statistics.median(times)
 
 
-def by_clock(action: Callable[[], object], before: Callable[[], object] = lambda: None, rounds: int = ROUNDS) -> float:
+def by_clock(action: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
     """Return the median microseconds from the call on an idle device until the device is done."""
     times = []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         before()
         torch.cuda.synchronize()
         start = time.perf_counter()

@@ -10,15 +10,14 @@ another number of steps are never overwritten. The last line of output is one JS
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
-from convergence import RESULTS, number, refuse_other_settings
+from common import RESULTS, ROOT, last_json, missing, number, refuse_other_settings
 from machine import machine
 from tqdm import tqdm
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pytorch_dct_hybrid.py"
+EXAMPLE = ROOT / "examples" / "pytorch_dct_hybrid.py"
 RUNS = {  # {name: (stages, density of activations, density of gradients)}; each has two replicas
     "dense": (2, 1.0, 1.0),
     "activations 0.05": (2, 0.05, 1.0),
@@ -37,11 +36,7 @@ def run(name: str, seed: int, steps: int) -> dict:
     options = {"stages": stages, "density": density, "dp-density": dp_density, "seed": seed, "steps": steps}
     switches = [part for key, value in options.items() for part in (f"--{key}", str(value))]
     command = ["mpirun", "-np", str(2 * stages), "--oversubscribe", sys.executable, str(EXAMPLE), "--quiet", *switches]
-    done = subprocess.run(command, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode != 0 or not lines:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return {"name": name, **json.loads(lines[-1])}
+    return {"name": name, **last_json(command)}
 
 
 def table(results: list[dict]) -> str:
@@ -100,9 +95,8 @@ def main() -> None:
     before = json.loads(file.read_text()) if file.exists() else {"steps": args.steps, "runs": []}
     refuse_other_settings(file, {"steps": before["steps"]}, {"steps": args.steps})
     results = before["runs"]
-    known = {(one["name"], one["seed"]) for one in results}
-    wanted = [(name, seed) for seed in args.seeds for name in args.runs if (name, seed) not in known]
-    for name, seed in tqdm(wanted, unit="run"):
+    wanted = [(name, seed) for seed in args.seeds for name in args.runs]
+    for name, seed in tqdm(missing(wanted, results, ("name", "seed")), unit="run"):
         results.append(run(name, seed, args.steps))
         write(results, args.steps, args.out)
     print(write(results, args.steps, args.out))

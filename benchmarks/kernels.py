@@ -11,9 +11,9 @@ import importlib
 import json
 import platform
 import statistics
-from time import perf_counter
 
 import numpy as np
+from common import median_seconds, timed
 
 from hvd_sparse import reference
 from hvd_sparse.algorithms import Settings
@@ -48,13 +48,6 @@ def check(framework, algorithm, n: int = 1_000_003) -> None:
         np.testing.assert_array_equal(indices, theirs["indices"][order])
         np.testing.assert_array_equal(values, theirs["values"][order])
         np.testing.assert_array_equal(ours["residual"], theirs["residual"])
-
-
-def timed(action, *arguments) -> float:
-    """Return the seconds that an action takes."""
-    start = perf_counter()
-    action(*arguments)
-    return perf_counter() - start
 
 
 def measure(framework, algorithm, n: int, rounds: int, settle: int) -> dict[str, float]:
@@ -111,9 +104,10 @@ def measure_codings(framework, n: int, k: int, rounds: int) -> dict[str, dict[st
         payload = framework.pack(indices, values, n, coding)
         np.testing.assert_array_equal(np.asarray(payload), reference.pack(indices, values, n, k, coding))
         np.testing.assert_array_equal(framework.unpack(payload, n, k, coding), indices)
-        packs = [timed(framework.pack, indices, values, n, coding) for _ in range(rounds)]
-        unpacks = [timed(framework.unpack, payload, n, k, coding) for _ in range(rounds)]
-        seconds = {"pack": statistics.median(packs), "unpack": statistics.median(unpacks)}
+        seconds = {
+            "pack": median_seconds(rounds, framework.pack, indices, values, n, coding),
+            "unpack": median_seconds(rounds, framework.unpack, payload, n, k, coding),
+        }
         result[coding] = {"bits": 8 * positions_size(coding, n, k) / k, **seconds}
     return result
 

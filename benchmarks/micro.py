@@ -13,18 +13,19 @@ import importlib
 import json
 import shlex
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from time import process_time
 
 import numpy as np
 import torch
+from common import last_json
 from machine import machine
 
 from hvd_sparse.buckets import BucketLayout
+from hvd_sparse.partition import PredictedThreshold, partition, sketch_sample
 from hvd_sparse.reference.partition import make_sketch
-from hvd_sparse.threshold import PredictedThreshold, ThresholdHint, partition, sketch_sample
+from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import ops
 
 N, DENSITY = 25_600_000, 0.001
@@ -152,9 +153,7 @@ def trace() -> dict:
 
 def run_job(ranks: int, *arguments: str) -> dict:
     """Run this script on several ranks; return the last line that rank 0 prints."""
-    command = ["mpirun", "-np", str(ranks), sys.executable, __file__, *arguments]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(output.strip().splitlines()[-1])
+    return last_json(["mpirun", "-np", str(ranks), sys.executable, __file__, *arguments])
 
 
 def write_report(args) -> str:

@@ -56,14 +56,14 @@ class Worker:
         options = {"layout": layout, "factors": [1.0], "hints": self.hints, **self.memory.rule()}
         _, finite = ops.accumulate_bucket([gradient], *buffers, out=self.bytes, **options)
         if not finite.item():
-            raise ValueError("the benchmark's gradient is finite")
+            raise ValueError("the benchmark's gradient must be finite")
         residual, *velocity = self.memory.cleared()
         ops.clear_bucket(self.bytes, [residual], velocity, layout=layout)
 
     def compress_with_topk(self, gradient: torch.Tensor) -> None:
         """Do the same work with PyTorch operators. The payload has 32-bit indices."""
         if not torch.isfinite(gradient).all():
-            raise ValueError("the benchmark's gradient is finite")
+            raise ValueError("the benchmark's gradient must be finite")
         self.sums(gradient)
         residual = self.memory.residual
         indices = torch.topk(residual.abs(), self.k, sorted=False).indices

@@ -15,10 +15,10 @@ import argparse
 import json
 import platform
 import statistics
-from time import perf_counter
 
 import numpy as np
 import torch
+from common import timed
 
 from hvd_sparse import native_rows, reference
 from hvd_sparse.torch import row_ops
@@ -68,13 +68,6 @@ def check(columns: int, k: int) -> None:
     np.testing.assert_array_equal(laplace, reference.laplace_threshold_rows(values.numpy(), 0.05))
     passed = row_ops.filter_threshold_rows(values, torch.from_numpy(laplace))
     np.testing.assert_array_equal(passed.numpy(), reference.filter_threshold_rows(values.numpy(), laplace))
-
-
-def timed(action, *arguments) -> float:
-    """Return the seconds that an action takes."""
-    start = perf_counter()
-    action(*arguments)
-    return perf_counter() - start
 
 
 def measure(rows: int, columns: int, k: int, density: float, rounds: int) -> dict[str, float]:

@@ -23,7 +23,7 @@ from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import Method
 from hvd_sparse.parameter_server.protocol import Form, Kind, Message
 from hvd_sparse.parameter_server.server import Server, introduction
-from hvd_sparse.parameter_server.updates import Update, groups_of, pack, rounded, segments_of, select
+from hvd_sparse.parameter_server.updates import Update, groups_of, pack, piece_segments, rounded, select
 from hvd_sparse.wire import top_k_count
 
 DRAWN = 8  # number of different pushes
@@ -37,7 +37,7 @@ class PassOverAll:
         self.form = Form.DIFFERENCES if method.is_mirrored else Form.VALUES
         self.nbytes, self._parameters, self._method = 0, parameters, method
         self._changed, self._mirrors = np.zeros(parameters.size, np.uint32), {}
-        self._groups, self._segments = groups_of(pieces, 0, method), segments_of(pieces, 0)
+        self._groups, self._segments = groups_of(pieces, 0, method), piece_segments(pieces, 0)
 
     def join(self, worker: int) -> None:
         """Create a worker's mirror."""
@@ -74,7 +74,7 @@ class Pushes:
         self.servers = [Server(layout, (0, n), method, np.zeros(n, np.float32), workers) for _ in range(count)]
         for server in self.servers[1:]:
             server._tracker = PassOverAll(server.parameters, method, layout)
-        segments = segments_of(layout.pieces(0, n), 0)
+        segments = piece_segments(layout.pieces(0, n), 0)
         k = top_k_count(n, density)
         drawn = [Update(*draw_entries(n, k, seed)) for seed in range(DRAWN)]
         self.bodies = [pack(update, n, method.coding, method.values, segments) for update in drawn]

@@ -13,12 +13,12 @@ import importlib
 import json
 import shlex
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from time import process_time
 
 import numpy as np
+from common import last_json
 from machine import machine
 from steps import MODELS
 
@@ -68,8 +68,7 @@ def run_job(framework: str, shapes: str, density: float, args) -> dict[str, floa
     options = {"job": shapes, "frameworks": framework, "densities": density, "rounds": args.rounds}
     command = [sys.executable, __file__, "--settle", str(args.settle)]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(output.splitlines()[-1])
+    return last_json(command)
 
 
 def write_report(args) -> str:

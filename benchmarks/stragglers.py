@@ -10,9 +10,10 @@ line of output is one JSON object.
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
+
+from common import last_json
 
 WORKER = Path(__file__).resolve().parent / "straggler_worker.py"
 MODES = ("synchronous:dense", "synchronous:dgc", "asynchronous:asgd", "asynchronous:dgs")
@@ -21,8 +22,7 @@ MODES = ("synchronous:dense", "synchronous:dgc", "asynchronous:asgd", "asynchron
 def measure(mode: str, workers: int, seconds: float) -> float:
     """Return the batches per second of all workers together."""
     command = ["mpirun", "-np", str(workers + 1), "--oversubscribe", sys.executable, str(WORKER), mode, str(seconds)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=60 + 10 * seconds)
-    return json.loads(done.stdout.strip().splitlines()[-1])["batches_per_second"]
+    return last_json(command, timeout=60 + 10 * seconds)["batches_per_second"]
 
 
 def main() -> None:

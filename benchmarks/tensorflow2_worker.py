@@ -58,14 +58,14 @@ class Worker:
         buffers = [[buffer] for buffer in self.memory.destination() if buffer is not None]
         options = {"factors": tf.ones([1]), "ks": counts, "threshold_hints": self.hints.values(names, counts)}
         payload, finite, info = ops.accumulate_bucket([gradient], *buffers, **options, **self.memory.rule())
-        tf.debugging.Assert(finite[0], ["the benchmark's gradient is finite"])
+        tf.debugging.Assert(finite[0], ["the benchmark's gradient must be finite"])
         self.hints.update(names, counts, info)
         residual, *velocity = self.memory.cleared()
         ops.clear_bucket(payload, counts, False, [residual], velocity)
         return payload
 
     def _compress_with_topk_once(self, gradient: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        tf.debugging.Assert(tf.reduce_all(tf.math.is_finite(gradient)), ["the benchmark's gradient is finite"])
+        tf.debugging.Assert(tf.reduce_all(tf.math.is_finite(gradient)), ["the benchmark's gradient must be finite"])
         update = gradient
         if self.momentum:
             update = self.memory.velocity.assign(self.memory.velocity * self.momentum + gradient)
@@ -76,7 +76,7 @@ class Worker:
         return indices, values
 
     def _clear(self, indices: tf.Tensor, values: tf.Tensor) -> None:
-        for kind, new in self.memory.after_sending(indices, tf.zeros_like(values)).items():
+        for kind, new in self.memory.after_sending(tf.zeros_like(values)).items():
             ops.scatter_update(self.memory.buffers[kind], tf.cast(indices, tf.int64), new)
 
     def compress(self, gradient: tf.Tensor) -> None:
@@ -129,7 +129,8 @@ class Codec:
         self._traced = tf.function(self._compress)
 
     def _compress(self, gradients: list[tf.Tensor], step: tf.Tensor) -> tf.Tensor:
-        now = Round(step, step, self.density, None, Units(1, 1.0, tf.ones([], tf.float64)), "", void=tf.constant(False))
+        units = Units(1, 1.0, tf.ones([], tf.float64))
+        now = Round(step, step, self.density, None, units, "", ignores_payloads=tf.constant(False))
         arrivals = [
             Arrival(name, gradient, feedback, True, factor=tf.ones([]))
             for gradient, (name, feedback) in zip(gradients, self.feedback.items(), strict=True)

@@ -1,7 +1,6 @@
 """The common part of the asynchronous examples of both frameworks: switches, data, batch order and report."""
 
 import argparse
-import dataclasses
 import math
 import time
 
@@ -16,6 +15,14 @@ from hvd_sparse.parameter_server import METHODS
 from hvd_sparse.parameter_server.placement import MOST_THREADS, place
 
 TASKS = ("digits", "char_lstm")
+TIMEOUT = 120.0  # seconds that the first worker waits for the others' last updates
+SWITCHES = {  # {switch: the methods that it is for}; other switches are for all methods
+    "--density": ("dgs", "dgc_async", "gd_async", "dct_async"),
+    "--momentum": ("dgs", "dgc_async", "msgd"),
+    "--lifespan": ("dct_async",),
+}
+TASK_SWITCHES = {"--epochs": ("digits",), "--hidden": ("char_lstm",), "--sequence-length": ("char_lstm",)}
+TASK_DEFAULTS = {"epochs": 20, "hidden": 64, "sequence_length": 32}
 SETTINGS = "method task density pull_density momentum lifespan servers threads overlap steps batch_size lr seed"
 
 
@@ -29,16 +36,10 @@ def parse_arguments(description):
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     group = parser.add_argument_group("method")
     group.add_argument("--method", choices=METHODS, default="dgs", help="(default: %(default)s)")
-    group.add_argument(
-        "--density", type=reporting.density, default=0.01, help="pushed; not of asgd, msgd (default: %(default)s)"
-    )
+    group.add_argument("--density", type=reporting.density, help="pushed; not of asgd, msgd (default: the method's)")
     group.add_argument("--pull-density", type=reporting.density, help="of answers (default: all that changed)")
-    group.add_argument(
-        "--momentum", type=reporting.momentum, default=0.7, help="of dgs, dgc_async, msgd (default: %(default)s)"
-    )
-    group.add_argument(
-        "--lifespan", type=reporting.positive_integer, default=1000, help="of dct_async (default: %(default)s)"
-    )
+    group.add_argument("--momentum", type=reporting.momentum, help="of dgs, dgc_async, msgd (default: the method's)")
+    group.add_argument("--lifespan", type=reporting.positive_integer, help="of dct_async (default: the method's)")
     group.add_argument("--servers", type=servers, default=1, help='ranks, or "colocated" (default: %(default)s)')
     group.add_argument(
         "--threads",
@@ -50,7 +51,7 @@ def parse_arguments(description):
     group.add_argument("--overlap", action="store_true", help="compute while an answer is on its way")
     group = parser.add_argument_group("training")
     group.add_argument("--task", choices=TASKS, default="digits", help="(default: %(default)s)")
-    group.add_argument("--epochs", type=reporting.positive_integer, default=20, help="of digits (default: %(default)s)")
+    group.add_argument("--epochs", type=reporting.positive_integer, help="of digits (default: 20)")
     group.add_argument(
         "--steps", type=reporting.positive_integer, help="of each worker (default: --epochs; 2000 for char_lstm)"
     )
@@ -61,14 +62,19 @@ def parse_arguments(description):
     group.add_argument(
         "--clip-norm", type=reporting.non_negative, help="0: none (default: 0 for digits, 0.25 for char_lstm)"
     )
-    group.add_argument("--hidden", type=reporting.positive_integer, default=64, help="of char_lstm (default: 64)")
-    group.add_argument("--sequence-length", type=reporting.positive_integer, default=32, help="(default: %(default)s)")
+    group.add_argument("--hidden", type=reporting.positive_integer, help="of char_lstm (default: 64)")
+    group.add_argument("--sequence-length", type=reporting.positive_integer, help="of char_lstm (default: 32)")
     group.add_argument("--evaluations", type=reporting.positive_integer, default=5, help="(default: %(default)s)")
     group = parser.add_argument_group("run")
     group.add_argument("--seed", type=reporting.whole_number, default=0, help="(default: %(default)s)")
     group.add_argument("--plot", metavar="FILE", help="draw how stale updates were")
     group.add_argument("--quiet", action="store_true", help="print the JSON line only")
-    return parser.parse_args()
+    args = parser.parse_args()
+    reporting.refuse_others(parser, args, SWITCHES, [args.method])
+    reporting.refuse_others(parser, args, TASK_SWITCHES, [args.task], "--task")
+    for name, value in TASK_DEFAULTS.items():
+        setattr(args, name, getattr(args, name) or value)
+    return args
 
 
 def start(args, tasks):
@@ -86,25 +92,20 @@ def start(args, tasks):
     args.steps = task.steps()
     args.warmup_steps = min(args.steps, args.steps // 10 if args.warmup_steps is None else args.warmup_steps)
     args.lr = args.lr or task.LR
-    args.density = args.density if is_sparse(args) else 1.0
     args.clip_norm = task.CLIP_NORM if args.clip_norm is None else args.clip_norm
     return task
 
 
-def is_sparse(args):
-    """Return whether the method pushes sparse updates."""
-    return args.method not in ("asgd", "msgd")
-
-
 def make_method(args):
-    """Return the method with its settings, those that it has."""
-    method = METHODS[args.method]
-    settings = {"pull_density": args.pull_density, "seed": args.seed}
-    if is_sparse(args):
-        settings |= {"density": args.density, "warmup": args.warmup_steps or None}
-    names = {field.name for field in dataclasses.fields(method)}
-    settings |= {name: getattr(args, name) for name in ("momentum", "lifespan") if name in names}
-    return method(**settings)
+    """Return the method with the settings that are given; set those that the report has to the method's own."""
+    settings = {name: getattr(args, name) for name in map(reporting.name_of, SWITCHES)}
+    settings |= {"pull_density": args.pull_density, "seed": args.seed}
+    if args.method in SWITCHES["--density"]:
+        settings["warmup"] = args.warmup_steps or None
+    given = {name: value for name, value in settings.items() if value is not None}
+    method = METHODS[args.method](**given)
+    args.density, args.momentum, args.lifespan = method.density, method.momentum, getattr(method, "lifespan", None)
+    return method
 
 
 class Digits:
@@ -186,9 +187,9 @@ def run(example, description, tasks, prepare, connect, learn):
             report(example, rows, session.stats(), time.perf_counter() - begin, task, args)
 
 
-def wait_for_others(session, updates, seconds=120.0):
+def wait_for_others(session, updates):
     """Wait until the servers have applied this number of updates from all workers, or until a timeout."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + TIMEOUT
     while session.stats()["all"]["pushes"] < updates and time.monotonic() < end:
         time.sleep(0.05)
 

@@ -15,8 +15,8 @@ FACTORS = 6
 class Clicks:
     """`rows` samples of a teacher. dense: float32[rows, 13]; categories: int32[rows, 8]; clicked: float32[rows, 1]."""
 
-    def __init__(self, rows, seed=0, teacher_seed=0):
-        teacher = np.random.default_rng([teacher_seed, 1])
+    def __init__(self, rows, seed=0):
+        teacher = np.random.default_rng([0, 1])  # the same of every seed
         hidden = teacher.normal(size=(DENSE, 32)) / np.sqrt(DENSE)
         out = teacher.normal(size=32) / np.sqrt(32)
         weights = [teacher.normal(size=size) for size in CATEGORIES]

@@ -19,6 +19,7 @@ import digits_data
 import numpy as np
 import reporting
 
+DENSITY = 0.01  # of all methods, to compare them
 FRAMEWORKS = {"pytorch": "pytorch_comparison", "tensorflow": "tensorflow2_comparison"}
 
 
@@ -47,7 +48,7 @@ def parse_arguments():
     parser.add_argument(
         "--methods", nargs="+", type=variant, default=everything, metavar="METHOD", help="(default: all but fp16)"
     )
-    parser.add_argument("--density", type=reporting.density, default=0.01, help="(default: %(default)s)")
+    parser.add_argument("--density", type=reporting.density, help=f"not of none, fp16 (default: {DENSITY})")
     parser.add_argument("--batch-size", type=reporting.positive_integer, default=4, help="(default: %(default)s)")
     parser.add_argument("--epochs", type=reporting.positive_integer, default=10, help="(default: %(default)s)")
     parser.add_argument(
@@ -62,6 +63,9 @@ def parse_arguments():
     parser.add_argument("--out", type=Path, default=Path("comparison"), help="folder (default: %(default)s)")
     parser.add_argument("--quiet", action="store_true", help="print the JSON line only")
     args = parser.parse_args()
+    chosen = [method for _, method, _ in args.methods]
+    reporting.refuse_others(parser, args, {"--density": reporting.SPARSE_METHODS}, chosen, "--methods")
+    args.density = args.density or DENSITY
     args.trainer = importlib.import_module(FRAMEWORKS[args.framework]).Trainer
     args.rank, args.size = args.trainer.start()
     args.verbose = args.rank == 0 and not args.quiet

@@ -22,12 +22,13 @@ COLUMNS = {  # columns of the table: heading and format
     "apply": ("apply, ms", "{:.2f}"),
     "seconds": ("step, ms", "{:.2f}"),
 }
-NOTES = """`sent a rank` is the part of the elements that a rank sends, mean over ranks and steps; `achieved density`
+PARTS = 150  # points of a curve
+NOTES = f"""`sent a rank` is the part of the elements that a rank sends, mean over ranks and steps; `achieved density`
 what the sum over all ranks holds, so the build-up, one over the other, is how much further the ranks' choices spread.
-Tensors below 1024 elements are sent dense and count in neither; nor do zeros that were sent. `local error` is the L2
-norm of rank 0's residual. `exchange` is the time that rank 0 waits for the others, of whom some may be slower, and for
-the collectives; `select` and `apply` are what the compressor itself takes. Times are medians. A graph's operations run
-side by side, so that TensorFlow's steps are not split."""
+Tensors below {reporting.MIN_NUMEL} elements are sent dense and count in neither; nor do zeros that were sent. `local
+error` is the L2 norm of rank 0's residual. `exchange` is the time that rank 0 waits for the others, of whom some may be
+slower, and for the collectives; `select` and `apply` are what the compressor itself takes. Times are medians. A graph's
+operations run side by side, so that TensorFlow's steps are not split."""
 
 
 def summary(rows, epochs):
@@ -117,9 +118,9 @@ def draw(results, args):
     return figure
 
 
-def smooth(values, parts=150):
-    """Return steps and means of up to so many parts of a series."""
-    chunks = np.array_split(np.arange(len(values)), min(parts, len(values)))
+def smooth(values):
+    """Return steps and means of up to PARTS parts of a series."""
+    chunks = np.array_split(np.arange(len(values)), min(PARTS, len(values)))
     return [chunk.mean() for chunk in chunks], [float(np.mean([values[i] for i in chunk])) for chunk in chunks]
 
 

@@ -42,7 +42,7 @@ def parse_arguments():
     parser.add_argument(
         "--dp-density", type=reporting.density, default=0.05, help="of gradients; 1 is dense (default: %(default)s)"
     )
-    parser.add_argument("--lifespan", type=reporting.positive_integer, default=1000, help="(default: %(default)s)")
+    parser.add_argument("--lifespan", type=reporting.positive_integer, help="of dct, for gradients (default: its own)")
     parser.add_argument("--steps", type=reporting.positive_integer, default=2000, help="(default: %(default)s)")
     parser.add_argument(
         "--rows", type=reporting.positive_integer, default=200000, help="of data (default: %(default)s)"
@@ -59,6 +59,8 @@ def parse_arguments():
     args = parser.parse_args()
     if args.batch_size < args.micro_batches:
         parser.error(f"--batch-size {args.batch_size} is less than --micro-batches {args.micro_batches}")
+    if args.lifespan is not None and args.dp_density == 1.0:
+        parser.error("--lifespan is for --dp-density below 1: gradients are dense")
     where = hybrid(args.stages, args.order)
     args.rank, args.grid = where.grid.rank, where.grid
     try:
@@ -87,9 +89,9 @@ class Trainer:
         self.compression = hvd.Compression.none
         self.dense_bytes = 4 * sum(parameter.numel() for _, parameter in named)
         if args.dp_density < 1.0 and grid.replicas > 1:
-            self.compression = Compression.dct(
-                named, density=args.dp_density, lifespan=args.lifespan, process_set=where.process_set
-            )
+            given = {} if args.lifespan is None else {"lifespan": args.lifespan}
+            self.compression = Compression.dct(named, args.dp_density, process_set=where.process_set, **given)
+            args.lifespan = self.compression.algorithm.lifespan
         self.optimizer = hvd.DistributedOptimizer(
             torch.optim.Adam(self.stage.parameters(), lr=args.lr),
             named_parameters=named,

@@ -77,7 +77,7 @@ def bytes_of(dense_bytes, sent):
 
 
 def distribute(model, optimizer, compression, args, warmup_steps):
-    """Return model, optimizer and traffic counters; rank 0's parameters are broadcast."""
+    """Return model, optimizer, and compressor or counters of PowerSGD; rank 0's parameters are broadcast."""
     devices = [torch.cuda.current_device()] if args.device == "cuda" else None
     buckets = {"bucket_cap_mb": ONE_BUCKET} if args.powersgd else {}
     wrapped = DistributedDataParallel(model, device_ids=devices, **buckets)

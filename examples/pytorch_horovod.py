@@ -14,7 +14,7 @@ def has_cuda():
 
 
 def distribute(model, optimizer, compression, args, warmup_steps):
-    """Return model, optimizer and traffic counters; rank 0's parameters are broadcast."""
+    """Return model, optimizer and compressor; rank 0's parameters are broadcast."""
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)

@@ -10,25 +10,38 @@ import sys
 from tqdm import tqdm
 
 DENSE_METHODS = ("none", "fp16")
-DEFAULT_DENSITY = {
-    "none": 1.0,
-    "fp16": 1.0,
-    "dgc": 0.001,
-    "gradient_dropping": 0.01,
-    "samomentum": 0.01,
-    "dct": 0.01,
-    "micro": 0.01,
-    "topk": 0.01,
-    "cltk": 0.01,
-    "sidco": 0.01,
-    "random_k": 0.01,
-    "hard_threshold": None,
-}
-METHODS = tuple(DEFAULT_DENSITY)
+SPARSE_METHODS = (
+    "dgc",
+    "gradient_dropping",
+    "samomentum",
+    "dct",
+    "micro",
+    "topk",
+    "cltk",
+    "sidco",
+    "random_k",
+    "hard_threshold",
+)
+METHODS = (*DENSE_METHODS, *SPARSE_METHODS)
 LOCAL_MOMENTUM = ("dgc", "samomentum")  # the compressor applies momentum, and the optimizer has none
-SCOPED = (*LOCAL_MOMENTUM, "gradient_dropping", "topk")  # select per tensor, or in all of them
-HOSTED = (*SCOPED, "micro", "cltk", "random_k")  # may add gradients in each host first
-MIN_NUMEL = 1024  # of the plugin: smaller tensors are sent dense
+SCOPED = (*LOCAL_MOMENTUM, "gradient_dropping", "topk")
+HOSTED = (*SCOPED, "micro", "cltk", "random_k")
+SWITCHES = {  # {switch: the methods that it is for}; other switches are for all methods
+    "--density": tuple(method for method in SPARSE_METHODS if method != "hard_threshold"),
+    "--threshold": ("hard_threshold",),
+    "--lifespan": ("dct",),
+    "--scope": SCOPED,
+    "--values": SPARSE_METHODS,
+    "--level": SPARSE_METHODS,
+    "--granularity": SPARSE_METHODS,
+    "--exchange": HOSTED,
+    "--ranks-per-host": HOSTED,
+    "--between-hosts": SCOPED,
+    "--tensorboard": SPARSE_METHODS,
+}
+LOW_BIT = ("int2", "int1")
+THRESHOLD = 0.01  # of hard_threshold, which has no default in the plugin
+MIN_NUMEL = 1024  # smaller tensors are sent dense, where an example sets it to look at the others
 
 
 def number(expected, holds, kind=float):
@@ -54,55 +67,54 @@ density = number("a number in (0, 1]", lambda value: 0 < value <= 1)
 momentum = number("a number in [0, 1)", lambda value: 0 <= value < 1)
 
 
-def add_arguments(parser, batch_size, lr, clip_norm=0.0):
-    """Add the switches that all examples share, with the defaults of one example."""
-    group = parser.add_argument_group("compression")
+def add_compression(parser):
+    """Add the switches of the methods. One that is not given is None: the compressor has its own default."""
+    group = parser.add_argument_group("compression", "Defaults that are not named here are those of `Compression`.")
     group.add_argument("--method", choices=METHODS, default="none", help="gradient compression (default: none)")
-    group.add_argument(
-        "--density",
-        type=density,
-        help="share of each gradient that is sent (default: 0.001 for dgc, else 0.01); the dense methods and "
-        "hard_threshold ignore it",
-    )
-    group.add_argument("--threshold", type=positive, default=0.01, help="of hard_threshold (default: %(default)s)")
-    group.add_argument(
-        "--lifespan",
-        type=positive_integer,
-        default=1000,
-        help="steps that dct keeps a threshold (default: %(default)s)",
-    )
+    group.add_argument("--density", type=density, help="share of each gradient that is sent; not of hard_threshold")
+    group.add_argument("--threshold", type=positive, help=f"of hard_threshold (default: {THRESHOLD})")
+    group.add_argument("--lifespan", type=positive_integer, help="steps that dct keeps a threshold")
     group.add_argument(
         "--scope",
         choices=("tensor", "model"),
-        default="tensor",
-        help="of dgc, samomentum, gradient_dropping and topk: select per tensor or in all of it (default: tensor)",
+        help="of dgc, samomentum, gradient_dropping and topk: select per tensor or in all of it",
     )
-    group.add_argument(
-        "--values",
-        choices=("float32", "float16", "bfloat16", "int2", "int1"),
-        default="float32",
-        help="type of what is sent (default: %(default)s)",
-    )
-    group.add_argument("--level", choices=("mean", "min"), default="mean", help="of int2, int1 (default: %(default)s)")
-    group.add_argument(
-        "--granularity",
-        choices=("tensor", "channel"),
-        default="tensor",
-        help="what shares a level (default: %(default)s)",
-    )
+    group.add_argument("--values", choices=("float32", "float16", "bfloat16", *LOW_BIT), help="type of what is sent")
+    group.add_argument("--level", choices=("mean", "min"), help="of int2, int1")
+    group.add_argument("--granularity", choices=("tensor", "channel"), help="what shares a level of int2, int1")
     group.add_argument(
         "--exchange",
         choices=("gather", "reduce_scatter", "hierarchical", "auto"),
-        default="gather",
-        help="how selections become one sum; micro, cltk, random_k: gather or hierarchical (default: %(default)s)",
+        help="how selections become one sum; micro, cltk, random_k: gather or hierarchical",
     )
     group.add_argument("--ranks-per-host", type=positive_integer, help="for hierarchical (default: by host name)")
     group.add_argument(
         "--between-hosts",
         choices=("gather", "reduce_scatter", "auto"),
-        default="auto",
-        help="exchange between hosts of hierarchical; not of micro, cltk, random_k (default: %(default)s)",
+        help="exchange between hosts of hierarchical; not of micro, cltk, random_k",
     )
+    group.add_argument("--tensorboard", metavar="DIR", help="log what rank 0 sends, for TensorBoard")
+
+
+def name_of(switch):
+    """Return the name of a switch's value."""
+    return switch.strip("-").replace("-", "_")
+
+
+def refuse_others(parser, args, switches, chosen, choice="--method"):
+    """End the program with an error if a switch is given that has no effect with any of the chosen methods.
+
+    switches: {switch: the methods that it is for}. choice: the switch that chooses.
+    """
+    for switch, methods in switches.items():
+        if getattr(args, name_of(switch)) is not None and not set(methods) & set(chosen):
+            told = f"{switch} is for {choice} {', '.join(methods)}"
+            parser.error(f"{told}: leave it out with {choice} {' '.join(dict.fromkeys(chosen))}")
+
+
+def add_arguments(parser, batch_size, lr, clip_norm=0.0):
+    """Add the switches that all examples share, with the defaults of one example."""
+    add_compression(parser)
     group = parser.add_argument_group("optimizer")
     group.add_argument(
         "--batch-size", type=positive_integer, default=batch_size, help="samples a rank and step (default: %(default)s)"
@@ -120,20 +132,19 @@ def add_arguments(parser, batch_size, lr, clip_norm=0.0):
     group = parser.add_argument_group("run")
     group.add_argument("--seed", type=whole_number, default=0, help="(default: %(default)s)")
     group.add_argument("--quiet", action="store_true", help="print the JSON line only")
-    group.add_argument("--tensorboard", metavar="DIR", help="log what rank 0 sends, for TensorBoard")
 
 
 def parse_arguments(parser, hvd):
-    """Parse the command line, resolve the defaults that depend on other switches and start Horovod."""
+    """Parse the command line, refuse switches without an effect, and start Horovod."""
     args = parser.parse_args()
     if args.nesterov and not args.momentum:
         parser.error("--nesterov needs a --momentum above 0")
-    if args.exchange != "gather" and args.method not in HOSTED:
-        parser.error(f"--exchange is of {', '.join(HOSTED)}: leave it out with --method {args.method}")
+    refuse_others(parser, args, SWITCHES, [args.method])
+    for switch, given in (("--level", args.level), ("--granularity", args.granularity)):
+        if given is not None and args.values not in LOW_BIT:
+            parser.error(f"{switch} is for --values {' and '.join(LOW_BIT)}")
     if args.nesterov and args.method == "samomentum":
         parser.error("samomentum has no --nesterov: use dgc")
-    if not args.density or args.method in (*DENSE_METHODS, "hard_threshold"):
-        args.density = DEFAULT_DENSITY[args.method]
     hvd.init(**({"process_sets": "dynamic"} if args.exchange == "hierarchical" else {}))
     args.rank, args.size = hvd.rank(), hvd.size()
     args.verbose = args.rank == 0 and not args.quiet
@@ -183,26 +194,17 @@ def compresses_momentum(args):
 
 
 def compression_settings(args, warmup_steps):
-    """Return the arguments of `Compression.<method>`; no warm-up if its steps are 0."""
-    settings = {name: getattr(args, name) for name in ("seed", "values", "level", "granularity")}
+    """Return the arguments of `Compression.<method>` that are given; no warm-up if its steps are 0."""
+    names = [name_of(switch) for switch in SWITCHES if switch not in ("--threshold", "--tensorboard")]
+    settings = {"seed": args.seed, **{name: getattr(args, name) for name in names if getattr(args, name) is not None}}
     if args.method == "hard_threshold":
-        return {"value": args.threshold, **settings}
-    settings |= {"density": args.density, "warmup": warmup_steps or None}
-    if args.method == "dct":
-        return {**settings, "lifespan": args.lifespan}
-    if args.method in SCOPED:
-        settings |= {"scope": args.scope, "between_hosts": args.between_hosts}
-    if args.method in HOSTED:
-        settings |= {"exchange": args.exchange, "ranks_per_host": args.ranks_per_host}
+        return {**settings, "value": THRESHOLD if args.threshold is None else args.threshold}
+    settings["warmup"] = warmup_steps or None
     if args.method == "dgc":
         settings["nesterov"] = args.nesterov
     if args.method in LOCAL_MOMENTUM:
-        settings |= {
-            "momentum": args.momentum,
-            "weight_decay": args.weight_decay,
-            "clip_norm": args.clip_norm or None,
-            "clip_scope": args.scope,
-        }
+        settings |= {"momentum": args.momentum, "weight_decay": args.weight_decay, "clip_norm": args.clip_norm or None}
+        settings["clip_scope"] = settings.get("scope", "tensor")
     return settings
 
 
@@ -378,9 +380,9 @@ def method_shown(args):
 
 
 def print_json(example, args, traffic, **results):
-    """Print the run as one line of JSON, with the settings that its method has."""
-    used = compression_settings(args, 0) if compresses(args) else {}
-    settings = {name: used[name] for name in ("scope", "values", "exchange") if name in used}
+    """Print the run as one line of JSON, with the settings that its compressor has."""
+    algorithm = getattr(traffic.compression, "algorithm", None)  # Horovod's own compressors have none
+    settings = {name: getattr(algorithm, name) for name in ("scope", "values", "exchange") if hasattr(algorithm, name)}
     settings |= {name: getattr(args, name) for name in ("seed", "batch_size", "lr")}
     record = {
         "example": example,
@@ -388,7 +390,7 @@ def print_json(example, args, traffic, **results):
         **results,
         **traffic.summary(),
         **settings,
-        "target_density": args.density,
+        "target_density": 1.0 if algorithm is None else getattr(algorithm, "density", None),
         "world_size": args.size,
     }
     print_record(record)

@@ -65,13 +65,14 @@ def report(example, step, traffic, sum_over_ranks, args):
     start = time.perf_counter()
     rates = measure(step, args)
     seconds = time.perf_counter() - start
-    mean, interval = statistics.fmean(rates), 1.96 * statistics.pstdev(rates)
+    mean = statistics.fmean(rates)
+    spread = 1.96 * statistics.pstdev(rates)  # of single measurements, as in Horovod's benchmarks; not of the mean
     total = sum_over_ranks([mean], "samples_per_second")[0]
     if args.rank != 0:
         return
     if args.verbose:
         sent = traffic.stats()["step"]
-        print(f"Samples/s per rank: {mean:.1f} +-{interval:.1f}\nSamples/s in total: {total:.1f}")
+        print(f"Samples/s per rank: {mean:.1f}, single measurements +-{spread:.1f}\nSamples/s in total: {total:.1f}")
         print(
             f"Gradients a step and rank: {sent['dense_bytes']:,} bytes as float32, "
             f"{sent['payload_bytes']:,} sent (ratio {sent['ratio']:.1f}, density {sent['density']:.2g})"
@@ -83,7 +84,7 @@ def report(example, step, traffic, sum_over_ranks, args):
         model=args.model,
         width=args.width,
         samples_per_second_per_rank=mean,
-        samples_per_second_interval=interval,
+        samples_per_second_spread=spread,
         samples_per_second=total,
         seconds=seconds,
     )

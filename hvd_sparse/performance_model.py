@@ -58,15 +58,6 @@ class Network:
         """Return the seconds of an all-to-all in which each rank divides `size` bytes among all ranks."""
         return self.seconds(world_size - 1, size * (world_size - 1) / world_size)
 
-    def merging_all_reduce(self, size: float, dense: float, world_size: int, growth: float = 2.0) -> float:
-        """Return the seconds of an all-reduce of log2 N steps, whose messages grow by a factor at each step.
-
-        Deep Gradient Compression assumes this for sparse gradients: in the worst case, no two ranks select the same
-        element, so the density doubles at each step. No message is larger than the dense one.
-        """
-        steps = range(math.ceil(math.log2(world_size)))
-        return sum(self.seconds(1, min(size * growth**step, dense)) for step in steps)
-
 
 @dataclass(frozen=True)
 class Profile:
@@ -163,41 +154,6 @@ def scattered(density: float, coding: str = "run_length", values: str = "float32
     return seconds
 
 
-def between_hosts(
-    density: float,
-    ranks_per_host: int,
-    coding: str = "run_length",
-    values: str = "float32",
-    scatters: bool = False,
-) -> Exchange:
-    """Return the exchange of shards between hosts (`hvd_sparse.hierarchy`). The ranks of a host share its link.
-
-    The exchange within a host is part of a rank's own work, in the profile.
-
-    Args:
-        density, coding, values: As in `gathered`.
-        ranks_per_host: Ranks of each host.
-        scatters: Whether it is a reduce-scatter.
-
-    Returns:
-        A function of network, profile and world size that returns the seconds of one step's exchange.
-    """
-
-    def seconds(network: Network, profile: Profile, world_size: int) -> float:
-        """Return the seconds of the exchange of one step."""
-        hosts = -(-world_size // ranks_per_host)
-        if hosts == 1:
-            return 0.0
-        shards = [max(1, n // ranks_per_host) for n in profile.numels]
-        size = payload_bytes(shards, density, coding, values)
-        if not scatters:
-            return network.all_gather(ranks_per_host * size, hosts)
-        size = ranks_per_host * (size + HEADER_BYTES * hosts)  # one payload for each region
-        return network.all_to_all(size, hosts) + network.all_gather(size / hosts, hosts)
-
-    return seconds
-
-
 @functools.lru_cache
 def favours_scattered(
     numels: tuple[int, ...],
@@ -224,25 +180,6 @@ def favours_scattered(
     one, other = (made(ORDINARY, profile, world_size) for made in (scattered(*form, complete), gathered(*form)))
     waits = 2 if complete else 1  # for each collective that starts after the previous one has ended
     return world_size > 1 and bool(numels) and 2 * (one + waits * CYCLE) <= other
-
-
-def merged(density: float, coding: str = "run_length", values: str = "float32", growth: float = 2.0) -> Exchange:
-    """Return the exchange that Deep Gradient Compression assumes: the density doubles at each step of an all-reduce.
-
-    Args:
-        density, coding, values: As in `gathered`.
-        growth: Factor of the density at each step; below 2 where the ranks' selections overlap.
-
-    Returns:
-        A function of network, profile and world size that returns the seconds of one step's exchange.
-    """
-
-    def seconds(network: Network, profile: Profile, world_size: int) -> float:
-        """Return the seconds of the exchange of one step."""
-        size = payload_bytes(profile.numels, density, coding, values)
-        return network.merging_all_reduce(size, FLOAT32 * profile.parameters, world_size, growth)
-
-    return seconds
 
 
 def shared(density: float, coding: str = "run_length") -> Exchange:

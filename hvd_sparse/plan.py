@@ -47,7 +47,7 @@ def rate(text: str) -> float:
     for unit, factor in UNITS.items():
         if text.lower().endswith(unit):
             return positive(text, float(text[: -len(unit)]) * factor)
-    raise argparse.ArgumentTypeError(f"must end with kbit, mbit or gbit, such as 1gbit; got {text!r}")
+    raise argparse.ArgumentTypeError(f"a rate must end with kbit, mbit or gbit, such as 1gbit; got {text!r}")
 
 
 def count(text: str) -> int:

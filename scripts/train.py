@@ -11,6 +11,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import reporting
+
 from hvd_sparse.performance_model import Network
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,6 +88,13 @@ def train(example: str, method: str, ranks: int, epochs: int, options: list[str]
     return result
 
 
+def without_compression(options: list[str]) -> list[str]:
+    """Return the options of an example without those of a compressor, which dense training refuses."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    reporting.add_compression(parser)
+    return parser.parse_known_args(options)[1]
+
+
 def table(results: list[dict]) -> str:
     """Return the results side by side, a column a run."""
     rows = [[column, *(show(result[column]) for result in results)] for column in COLUMNS]
@@ -127,7 +137,7 @@ def main() -> None:
     example, ranks, epochs = EXAMPLES[arguments.framework], arguments.ranks, arguments.epochs
     if ranks < 2:
         parser.error(f"--ranks must be at least 2, as one process exchanges nothing; got {ranks}")
-    dense = train(example, "none", ranks, epochs, options)
+    dense = train(example, "none", ranks, epochs, without_compression(options))
     sparse = train(example, "dgc", ranks, epochs, ["--density", str(arguments.density), *options])
     print(f"\n{table([dense, sparse])}")
     gained = sparse["accuracy"] - dense["accuracy"]

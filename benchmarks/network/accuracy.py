@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from common import RESULTS, ROOT, load, missing, save
 from curves import Curve, follow
 from hosts import Hosts, enter_switch, hosts
-from records import UNLIMITED, load, save
+from records import UNLIMITED
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 KEYS = ("example", "rate", "method", "seed", "hosts")
 
 
@@ -174,12 +174,9 @@ def main() -> None:
     enter_switch()
     path = args.out / "network_accuracy.json"
     results = [{"hosts": 4, **one} for one in load(path)]  # as all were that do not say it
-    known = {tuple(one[key] for key in KEYS) for one in results}
     asked = itertools.product(args.examples, args.rates, args.methods, args.seeds, [args.hosts])
     with hosts(args.hosts) as lab:
-        for wanted in asked:
-            if wanted in known:
-                continue
+        for wanted in missing(asked, results, KEYS):
             run = dict(zip(KEYS, wanted, strict=True))
             lab.shape(None if run["rate"] == UNLIMITED else run["rate"])
             run["curve"] = train(lab, run)

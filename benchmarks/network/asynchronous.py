@@ -1,6 +1,6 @@
 """Reproduce DGS's Figures 5 and 6 and DCT's Figures 8a and 8c on slow networks.
 
-    python benchmarks/network/asynchronous.py --rate 1gbit --workers 1 2 4 8
+    python benchmarks/network/asynchronous.py --rates 1gbit --workers 1 2 4 8
 
 Figure 5: a character LSTM on 8 workers and one server, each on a separate host, with links of 1 Gbit/s. Servers'
 answers have density 0.01, too. Figure 6: 5 M parameters. Workers sleep 50 ms for each gradient, because the hosts share
@@ -14,17 +14,16 @@ of this call's `--steps` and `--seconds`. The last line of output is one JSON ob
 import argparse
 import itertools
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from common import RESULTS, ROOT, last_json, load, save
 from curves import follow
 from hosts import Hosts, enter_switch, hosts
-from records import UNLIMITED, load, save
+from records import UNLIMITED
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 WORKER = Path(__file__).resolve().parent / "push_worker.py"
 FIGURES = ("curve", "speedup", "pushes_per_second")  # what a run adds to its description
 METHODS = ("asgd", "gd_async", "dgc_async", "dgs")
@@ -69,8 +68,7 @@ def speed(lab: Hosts, run: dict, seconds: float) -> dict:
     if "lifespan" in run:
         options += ["--density", str(run["density"]), "--lifespan", str(run["lifespan"])]
     command = lab.mpirun([sys.executable, str(WORKER), *options])
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120 + 20 * seconds)
-    figures = json.loads(done.stdout.strip().splitlines()[-1])
+    figures = last_json(command, timeout=120 + 20 * seconds)
     if run["figure"] == 8:
         return figures
     return {"speedup": STEP_SECONDS * figures["pushes_per_second"]}

@@ -11,17 +11,22 @@ last line of output is one JSON object.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from hvd_sparse.performance_model import Method, Network, Profile, dense, merged
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from common import RESULTS
+from costs import merged
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
+from hvd_sparse.performance_model import Method, Network, Profile, dense
+
 NODES = (2, 4, 8, 16, 32, 64)
 RATES = {"1 Gbit/s": Network(1e9), "10 Gbit/s": Network(10e9)}
 DENSITY = 0.001
 MEASURED_GROWTH = 7.27 ** (1 / 3)  # results/comparison_pytorch_8_ranks.md: 8 ranks' sum is 7.27 times as dense, at 0.01
-GPUS, BATCH = 4, 64  # GPUs per node; batch per GPU
+BATCH = 64  # per GPU
 
 
 class Model(NamedTuple):

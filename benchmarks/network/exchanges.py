@@ -17,10 +17,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from common import RESULTS, load, save
 from hosts import enter_switch, hosts
 from methods import EXCHANGES, METHODS, MODELS
-from records import UNLIMITED, load, save, without_limit
-from run import RESULTS, measure, middle
+from records import UNLIMITED, without_limit
+from run import measure, middle
 from validation import link_of, one_method
 
 LAYOUTS = {"8x1": (8, 1), "4x2": (4, 2)}  # {name: (hosts, ranks per host)}

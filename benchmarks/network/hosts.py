@@ -20,6 +20,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hvd_sparse.plan import rate as bits_per_second
+
 INSIDE = "HVD_SPARSE_SWITCH"  # set in the process that is in the switch's namespace
 NETWORK = "10.99.0"
 SWITCH = f"{NETWORK}.254"  # where hosts reach what runs beside the switch
@@ -27,7 +29,7 @@ WAYS_IN = (["unshare", "--net"], ["unshare", "--user", "--map-root-user", "--net
 SLEEP = """#include <time.h>
 int sched_yield(void) { struct timespec wait = {0, 50000}; return nanosleep(&wait, 0); }
 """
-UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+TIMEOUT = 10.0  # seconds until a namespace must be there
 
 
 def enter_switch() -> None:
@@ -51,14 +53,6 @@ def enter_switch() -> None:
     )
 
 
-def bits_per_second(rate: str) -> float:
-    """Convert a rate to bits per second: "100mbit" is 1e8."""
-    for unit, factor in UNITS.items():
-        if rate.endswith(unit):
-            return float(rate.removesuffix(unit)) * factor
-    raise ValueError(f"a rate must end with {', '.join(UNITS)}, such as 1gbit; got {rate!r}")
-
-
 class Hosts:
     """Hosts 0 to count - 1, at addresses 10.99.0.1 and so on."""
 
@@ -74,12 +68,8 @@ class Hosts:
         spaces = f"/proc/{self.holders[host].pid}/ns"
         return ["nsenter", f"--net={spaces}/net", f"--uts={spaces}/uts", *command]
 
-    def mpirun(self, command: Sequence[str], environment: Sequence[str] = ()) -> list[str]:
-        """Return the command line that starts a command with mpirun on host 0: once for each rank of each host.
-
-        Args:
-            environment: Names of the variables that ranks inherit.
-        """
+    def mpirun(self, command: Sequence[str]) -> list[str]:
+        """Return the command line that starts a command with mpirun on host 0: once for each rank of each host."""
         network = f"{NETWORK}.0/24"
         options = ["-np", str(self.ranks * len(self.holders))]
         options += ["-H", ",".join(f"{address}:{self.ranks}" for address in self.addresses)]
@@ -95,8 +85,6 @@ class Hosts:
             "oob_tcp_if_include": network,
         }.items():
             options += ["-mca", name, value]
-        for name in environment:
-            options += ["-x", name]
         own = ["env", f"TMPDIR={self._own_folder(0)}", f"LD_PRELOAD={self._sleep()}"]
         return self.job(0, [*own, "mpirun", *options, *command])
 
@@ -200,11 +188,11 @@ def _run(command: Sequence[str], given: str = "") -> None:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
-def _hold(kind: str, timeout: float = 10.0) -> subprocess.Popen:
+def _hold(kind: str) -> subprocess.Popen:
     """Return a process that keeps a namespace ("net" or "pid") alive until its input is closed."""
     options = ["--pid", "--fork"] if kind == "pid" else ["--net", "--uts"]
     holder = subprocess.Popen(["unshare", *options, "cat"], stdin=subprocess.PIPE, start_new_session=True)
-    end = time.monotonic() + timeout
+    end = time.monotonic() + TIMEOUT
     while not _is_own(holder.pid, "pid_for_children" if kind == "pid" else "net"):
         if time.monotonic() > end:
             raise RuntimeError("a host's namespaces were not made in time")

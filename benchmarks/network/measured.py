@@ -17,11 +17,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from common import RESULTS, load, missing, save
 from hosts import enter_switch, hosts
 from methods import FRAMEWORKS, MODELS
-from records import UNLIMITED, load, save
+from records import UNLIMITED
 from report import rate_label
-from run import RESULTS, measure
+from run import measure
 
 METHODS = ("dense", "dgc", "dgc_measured")
 KEYS = ("framework", "model", "hosts", "rate", "batch_size")
@@ -65,14 +66,12 @@ def main() -> None:
     enter_switch()
     path = args.out / "network_measured.json"
     points = load(path)
-    known = {tuple(point[key] for key in KEYS) for point in points}
     for count in args.hosts:
+        wanted = itertools.product([args.framework], args.models, [count], args.rates, [args.batch_size])
         with hosts(count) as lab:
-            for model, rate in itertools.product(args.models, args.rates):
-                point = dict(zip(KEYS, (args.framework, model, count, rate, args.batch_size), strict=True))
-                if tuple(point.values()) in known:
-                    continue
-                lab.shape(None if rate == UNLIMITED else rate)
+            for one in missing(wanted, points, KEYS):
+                point = dict(zip(KEYS, one, strict=True))
+                lab.shape(None if point["rate"] == UNLIMITED else point["rate"])
                 turns = {one["method"]: one["seconds"] for one in measure(lab, point, METHODS, args, ["--in-turns"])}
                 points.append({**point, "seconds": turns})
                 save(path, points)

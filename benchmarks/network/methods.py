@@ -81,15 +81,13 @@ class Recurrent(NamedTuple):
     length: int
 
 
-class Shapes(NamedTuple):
-    """Parameters of given shapes, whose gradients cost almost nothing."""
-
-    of: str
+class ResNet50(NamedTuple):
+    """The parameters of ResNet-50, with gradients that cost almost nothing."""
 
 
 MODELS = {
     "mlp10": Layers((1024, 2048, 2048, 2048, 10)),  # 10.5 M
     "mlp38": Layers((1024, 4096, 4096, 4096, 10)),  # 37.8 M
     "lstm": Recurrent(10_000, 650, 2, 16),  # 19.8 M
-    "resnet50": Shapes("resnet50"),  # 25.6 M
+    "resnet50": ResNet50(),  # 25.6 M
 }

@@ -1,15 +1,7 @@
-"""Records of runs in a file: a JSON list with one run per line."""
-
-import json
-from pathlib import Path
+"""Runs on links without a limit, which runs of the same job are compared with."""
 
 UNLIMITED = "none"  # the rate of a run whose links have no limit
 SAME = ("framework", "model", "hosts", "ranks_per_host", "method", "batch_size", "session")
-
-
-def load(path: Path) -> list[dict]:
-    """Return the runs in a file; an empty list if there is no file."""
-    return json.loads(path.read_text()) if path.exists() else []
 
 
 def without_limit(run: dict, runs: list[dict]) -> dict | None:
@@ -22,9 +14,3 @@ def without_limit(run: dict, runs: list[dict]) -> dict | None:
         return None
     free = (one for one in runs if one["rate"] == UNLIMITED)
     return next((one for one in free if all(one.get(key) == run.get(key) for key in SAME)), None)
-
-
-def save(path: Path, runs: list[dict]) -> None:
-    """Write all runs, in a folder that need not be there yet."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("[\n" + ",\n".join(map(json.dumps, runs)) + "\n]\n")

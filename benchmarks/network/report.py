@@ -7,6 +7,8 @@ from methods import METHODS
 from records import UNLIMITED, without_limit
 from validation import validate
 
+from hvd_sparse.plan import rate as bits_per_second
+
 SHOWN_RATE, SHOWN_HOSTS, SHOWN_BATCH = "1gbit", 4, 8  # for plots over the number of hosts, and over the models
 SHOWN_METHODS = ("fp16", "ddp", "ddp_fp16", "powersgd", "dgc_0.01", "dgc", "ddp_dgc_0.01", "ddp_dgc")
 OURS = {"dgc_0.01": "tab:orange", "dgc": "tab:red", "ddp_dgc_0.01": "tab:cyan", "ddp_dgc": "tab:blue"}  # their colours
@@ -22,7 +24,8 @@ NOTE = (
     "between them.",
 )
 GROUP = ("framework", "model", "hosts", "batch_size")  # the runs of a table
-UNITS = {"kbit": (1e3, "kbit/s"), "mbit": (1e6, "Mbit/s"), "gbit": (1e9, "Gbit/s")}
+UNITS = {"kbit": "kbit/s", "mbit": "Mbit/s", "gbit": "Gbit/s"}
+COLUMNS = 2  # of panels
 
 
 def write(results: list[dict], chosen: list[dict], folder: Path) -> list[dict]:
@@ -90,12 +93,12 @@ def rates_of(group: tuple, results: list[dict]) -> list[str]:
 
 def order(rate: str) -> tuple[bool, float]:
     """Return the sort key of a rate. No limit comes last."""
-    return (rate == UNLIMITED, next((float(rate[:-4]) * f for unit, (f, _) in UNITS.items() if rate.endswith(unit)), 0))
+    return (rate == UNLIMITED, 0.0 if rate == UNLIMITED else bits_per_second(rate))
 
 
 def rate_label(rate: str) -> str:
     """Return the label of a rate."""
-    return "no limit" if rate == UNLIMITED else f"{rate[:-4]} {UNITS[rate[-4:]][1]}"
+    return "no limit" if rate == UNLIMITED else f"{rate[:-4]} {UNITS[rate[-4:]]}"
 
 
 def plot_rates(groups: list[tuple], results: list[dict], path: Path) -> None:
@@ -122,15 +125,15 @@ def plot_hosts(results: list[dict], path: Path) -> None:
     draw(panels, "samples a second, all ranks", lambda run: run["samples_per_second"] * run["hosts"], path)
 
 
-def draw(panels: list[tuple], label: str, height: Callable[[dict], float], path: Path, columns: int = 2) -> None:
+def draw(panels: list[tuple], label: str, height: Callable[[dict], float], path: Path) -> None:
     """Draw panels with a line for each method. A panel: title, tick labels, and runs with their x coordinates."""
     from matplotlib.figure import Figure
 
     if not panels:
         return
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(5.5 * min(columns, len(panels)), 3.6 * rows), layout="constrained")
-    axes = list(figure.subplots(rows, min(columns, len(panels)), squeeze=False).flat)
+    rows, columns = -(-len(panels) // COLUMNS), min(COLUMNS, len(panels))
+    figure = Figure(figsize=(5.5 * columns, 3.6 * rows), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis in axes[len(panels) :]:
         axis.axis("off")
     for axis, (title, ticks, runs) in zip(axes, panels, strict=False):

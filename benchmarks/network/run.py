@@ -21,12 +21,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from common import RESULTS, load, missing, save
 from hosts import Hosts, enter_switch, hosts
 from methods import FRAMEWORKS, MAIN, METHODS, MODELS
-from records import UNLIMITED, load, save
+from records import UNLIMITED
 from report import write
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
 WORKER = Path(__file__).resolve().parent / "worker.py"
 LIMIT_SECONDS = 900  # limit for one method
 KEPT = str(1 << 34)  # malloc keeps this many bytes: mapping pages is slow, because hosts share a machine
@@ -39,7 +39,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, nargs="+", default=[4], help="(default: %(default)s)")
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", UNLIMITED], help="(default: %(default)s)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["mlp38"], help="(default: %(default)s)")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(MAIN), help="(default: all)")
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=list(MAIN), help=f"(default: {' '.join(MAIN)})"
+    )
     parser.add_argument("--framework", choices=FRAMEWORKS, default="pytorch", help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, help="of a rank (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=8.0, help="to measure for (default: %(default)s)")
@@ -100,15 +102,14 @@ def main() -> None:
     enter_switch()
     path = args.out / "network.json"
     results = load(path)
-    known = {tuple(one[key] for key in KEYS) for one in results}
     points = list(itertools.product([args.framework], args.models, args.hosts, args.rates, [args.batch_size]))
     session = time.strftime("%Y-%m-%d %H:%M")
     asked = [(*point, method) for point in points for method in args.methods if is_there(method, args.framework)]
-    wanted = [run for run in asked if args.again or run not in known]
+    wanted = asked if args.again else missing(asked, results, KEYS)
     for count, runs in itertools.groupby(sorted(wanted, key=lambda run: run[2]), key=lambda run: run[2]):
         with hosts(count) as lab:
             for (*point, _), own in itertools.groupby(runs, key=job_of):
-                named = dict(zip(KEYS, point, strict=False))
+                named = dict(zip(KEYS[:-1], point, strict=True))
                 lab.shape(None if named["rate"] == UNLIMITED else named["rate"])
                 rounds: dict[str, list[dict]] = {}
                 for figures in measure(lab, named, [run[-1] for run in own], args):

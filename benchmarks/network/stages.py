@@ -13,16 +13,15 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from common import RESULTS, last_json, load, missing, save
 from hosts import Hosts, enter_switch, hosts
 from hybrid import DENSE, EXAMPLE, RUNS
-from records import UNLIMITED, load, save
-from run import RESULTS
+from records import UNLIMITED
 
 STEPS, LIMIT_SECONDS = 300, 900
 KEYS = ("rate", "name", "round")
@@ -46,10 +45,7 @@ def seconds_of(lab: Hosts, name: str) -> float:
     switches = [part for key, value in options.items() for part in (f"--{key}", str(value))]
     command = lab.mpirun([sys.executable, str(EXAMPLE), "--quiet", *switches])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_SECONDS
-    )
-    return json.loads(done.stdout.strip().splitlines()[-1])["seconds"]
+    return last_json(command, env=environment, timeout=LIMIT_SECONDS)["seconds"]
 
 
 def table(results: list[dict]) -> list[str]:
@@ -73,8 +69,7 @@ def main() -> None:
     enter_switch()
     path = args.out / "network_stages.json"
     results = load(path)
-    known = {tuple(one[key] for key in KEYS) for one in results}
-    wanted = [run for run in itertools.product(args.rates, args.runs, range(args.rounds)) if run not in known]
+    wanted = missing(itertools.product(args.rates, args.runs, range(args.rounds)), results, KEYS)
     for count, runs in itertools.groupby(sorted(wanted, key=ranks_of), key=ranks_of):
         with hosts(count) as lab:
             for rate, name, number in sorted(runs, key=lambda run: run[2]):

@@ -1,6 +1,7 @@
 """One rank of a training job in TensorFlow with Horovod's gradient tape. It has only multi-layer perceptrons."""
 
 import os
+import statistics
 from time import perf_counter
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -44,34 +45,29 @@ class Job:
             self.compression = getattr(Compression, method.name)(self.variables, **method.settings)
             momentum = 0.0 if "momentum" in method.settings else 0.9
         self.momentum = momentum
-        self.velocities = [tf.Variable(tf.zeros_like(variable), trainable=False) for variable in self.variables]
-        self._step, self._alone = (tf.function(one, autograph=False) for one in (self._train, self._backward))
+        self.velocities = zeros_like(self.variables)
+        self._step = tf.function(self._train, autograph=False)
 
-    def _gradients(self, tape, features, labels):
-        with tape:
-            values = features
-            for kernel, bias in zip(self.variables[::2], self.variables[1::2], strict=True):
-                values = (
-                    tf.nn.relu(values @ kernel + bias) if bias is not self.variables[-1] else values @ kernel + bias
-                )
-            loss = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, values)
-            loss = tf.reduce_mean(loss)
-        return loss
+    def _loss(self, variables, features, labels) -> tf.Tensor:
+        values = features
+        for kernel, bias in zip(variables[::2], variables[1::2], strict=True):
+            values = values @ kernel + bias
+            if bias is not variables[-1]:
+                values = tf.nn.relu(values)
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, values))
 
-    def _train(self, features, labels) -> tf.Tensor:
-        tape = tf.GradientTape()
-        loss = self._gradients(tape, features, labels)
-        gradients = hvd.DistributedGradientTape(tape, compression=self.compression).gradient(loss, self.variables)
-        for variable, velocity, gradient in zip(self.variables, self.velocities, gradients, strict=True):
+    def _update(self, variables, velocities, gradients) -> None:
+        for variable, velocity, gradient in zip(variables, velocities, gradients, strict=True):
             if self.momentum:
                 gradient = velocity.assign(self.momentum * velocity + gradient)
             variable.assign_sub(0.001 * gradient)
-        return loss
 
-    def _backward(self, features, labels) -> list[tf.Tensor]:
-        tape = tf.GradientTape()
-        loss = self._gradients(tape, features, labels)
-        return tape.gradient(loss, self.variables)
+    def _train(self, features, labels) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = self._loss(self.variables, features, labels)
+        gradients = hvd.DistributedGradientTape(tape, compression=self.compression).gradient(loss, self.variables)
+        self._update(self.variables, self.velocities, gradients)
+        return loss
 
     def run(self, steps: int) -> float:
         """Take a number of steps; return their seconds."""
@@ -81,12 +77,23 @@ class Job:
         return perf_counter() - start
 
     def compute(self, steps: int) -> float:
-        """Return the seconds of forward and backward without an exchange."""
-        self._alone(*self.batches[0])
-        start = perf_counter()
-        for step in range(steps):
-            self._alone(*self.batches[step % len(self.batches)])[0].numpy()
-        return (perf_counter() - start) / steps
+        """Return the median seconds of a training step of a copy of the model without an exchange."""
+        twins = [tf.Variable(variable) for variable in self.variables]
+        velocities = zeros_like(twins)
+
+        @tf.function(autograph=False)
+        def train_alone(features, labels):
+            with tf.GradientTape() as tape:
+                loss = self._loss(twins, features, labels)
+            self._update(twins, velocities, tape.gradient(loss, twins))
+            return loss
+
+        times = []
+        for step in range(steps + 1):
+            start = perf_counter()
+            train_alone(*self.batches[step % len(self.batches)]).numpy()
+            times.append(perf_counter() - start)
+        return statistics.median(times[1:])  # the first step traces the graph
 
     def own_seconds(self) -> tuple[float, float]:
         """Return zeros, because a graph does not measure time."""
@@ -105,6 +112,11 @@ class Job:
     def close(self) -> None:
         """End the job."""
         hvd.shutdown()
+
+
+def zeros_like(variables: list[tf.Variable]) -> list[tf.Variable]:
+    """Return a velocity for each variable."""
+    return [tf.Variable(tf.zeros_like(variable), trainable=False) for variable in variables]
 
 
 def layers(spec: Layers) -> list[tf.Variable]:

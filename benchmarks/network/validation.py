@@ -4,12 +4,13 @@ import dataclasses
 import statistics
 from pathlib import Path
 
-from hosts import bits_per_second
+from costs import hierarchical
 from methods import METHODS, Method
 from models import numels
 from records import UNLIMITED, without_limit
 
 from hvd_sparse import performance_model as model
+from hvd_sparse.plan import rate
 
 TCP = 0.95  # share of the nominal rate that TCP headers leave, for DDP
 OVERLAP = 0.5  # part of a rank's compute time: from the first gradient of the backward pass to the last
@@ -48,7 +49,7 @@ def predicted(run: dict, results: list[dict]) -> float | None:
 def link_of(run: dict) -> model.Network:
     """Return the links of a run: measured with all-reduces in the same job; for DDP, the nominal rate."""
     if METHODS[run["method"]].package == "ddp":
-        return model.Network(TCP * bits_per_second(run["rate"]))
+        return model.Network(TCP * rate(run["rate"]))
     return model.Network(**run["link"])
 
 
@@ -71,7 +72,7 @@ def exchange_of(method: Method, bytes_per_step: int) -> model.Exchange:
         return lambda network, profile, world_size: network.all_reduce(bytes_per_step, world_size)
     if method.settings.get("exchange") == "hierarchical":
         scatters = method.settings.get("between_hosts") == "reduce_scatter"
-        return model.between_hosts(method.settings["density"], method.settings["ranks_per_host"], scatters=scatters)
+        return hierarchical(method.settings["density"], method.settings["ranks_per_host"], scatters=scatters)
     if method.settings.get("complete"):
         return model.scattered(method.settings["density"], complete=True)
     kinds = {"micro": model.shared, "reduce_scatter": model.scattered}

@@ -1,16 +1,21 @@
 """The benchmarks run at small sizes: their checks hold, and their last line has their figures."""
 
 import argparse
+import ast
 import contextlib
 import importlib
 import importlib.metadata
+import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from hvd_sparse.algorithms import Settings
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -288,3 +293,103 @@ def test_a_share_is_of_a_run_without_a_limit_of_the_same_session(monkeypatch, tm
     assert "| Horovod | 1.0 | 10.0 (25 %) | 40.0 |" in text
     assert "| Horovod, fp16 |  | 20.0 |  |" in text and "| Horovod, fp16 | 80.0 |" in text
     assert "of 1 runs" in text  # what the performance model can be checked with
+
+
+def test_runs_that_are_missing(monkeypatch):
+    common = load("common", monkeypatch)
+    runs = [{"name": "dense", "seed": 0, "loss": 0.5}, {"name": "dgc", "seed": 1, "loss": 0.5}]
+    wanted = itertools.product(["dense", "dgc"], [1, 0, 1])
+    assert common.missing(wanted, runs, ("name", "seed")) == [("dense", 1), ("dgc", 0)]
+
+
+def test_the_last_line_of_a_job(monkeypatch):
+    common, python = load("common", monkeypatch), [sys.executable, "-c"]
+    assert common.last_json([*python, "print('3 ranks\\n{\"loss\": 0.5}')"], timeout=30) == {"loss": 0.5}
+    with pytest.raises(subprocess.CalledProcessError):
+        common.last_json([*python, "print('{}'); raise SystemExit(3)"])
+
+
+def test_the_median_of_an_action(monkeypatch):
+    common, calls = load("common", monkeypatch), []
+    clock = iter([0.0, 3.0, 10.0, 11.0, 20.0, 22.0])
+    monkeypatch.setattr(common, "perf_counter", lambda: next(clock))
+    assert common.median_seconds(3, calls.append, 7) == 2.0 and calls == [7, 7, 7]
+
+
+def test_one_worker_of_msgd_alone(monkeypatch):
+    """The methods after msgd have as many workers as those before."""
+    module = load("asynchronous", monkeypatch)
+    args = argparse.Namespace(tasks=["digits"], workers=[4, 8], methods=["dgs", "msgd", "asgd"], updates=10)
+    rows = [(row["name"], row["workers"], row["momentum"]) for row in module.rows_of(args)]
+    assert rows == [
+        (name, count, momentum)
+        for workers in (4, 8)
+        for name, count, momentum in [("dgs", workers, 0.7), ("msgd", 1, 0.7), ("asgd", workers, 0.0)]
+    ]
+
+
+SCRIPTS = sorted(str(path.relative_to(BENCHMARKS)) for path in BENCHMARKS.glob("**/*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_commands_of_a_docstring_have_only_switches_that_exist(script):
+    source = (BENCHMARKS / script).read_text()
+    text = ast.get_docstring(ast.parse(source)).replace("\\\n", " ")
+    for command in re.findall(rf"benchmarks/{script} (.*)", text):
+        for switch in re.findall(r"--[a-z-]+", command):
+            assert f'add_argument("{switch}"' in " ".join(source.split()).replace("( ", "("), switch
+
+
+class Parsed(Exception):
+    """The parser of a benchmark's command line."""
+
+
+@pytest.mark.parametrize(
+    "name", ["boundaries", *(f"network/{name}" for name in ("run", "accuracy", "asynchronous", "exchanges", "stages"))]
+)
+def test_a_default_that_is_called_all_is_all(name, monkeypatch):
+    def stop(parser):
+        raise Parsed(parser)
+
+    module = load(name, monkeypatch)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    with pytest.raises(Parsed) as parsed:
+        module.main()
+    found = [action for action in parsed.value.args[0]._actions if "default: all" in (action.help or "")]
+    assert all(list(action.default) == list(action.choices) for action in found)
+    assert found or name == "network/run"  # whose default is a choice of methods
+
+
+@pytest.mark.parametrize("framework", ["pytorch", pytest.param("tensorflow2", marks=pytest.mark.exhaustive)])
+def test_a_gradient_that_is_not_finite_is_refused(framework, monkeypatch):
+    worker = load(f"{framework}_worker", monkeypatch)
+    gradient = worker.as_tensor(np.full(5000, np.nan, np.float32))
+    for compress in ("compress", "compress_with_topk"):
+        with pytest.raises(Exception, match="gradient must be finite"):
+            getattr(worker.Worker(Settings.dgc(None), 5000), compress)(gradient)
+
+
+TENSORFLOW_JOB = """
+import sys
+sys.path[:0] = {folders!r}
+import methods, tensorflow_job
+methods.MODELS["tiny"] = methods.Layers((16, 32, 10))
+updated = []
+job = tensorflow_job.Job("tiny", methods.METHODS["dense"], 4)
+before = [variable.numpy() for variable in job.variables]
+job.variables[0].assign_add(before[0])
+update = job._update
+job._update = lambda variables, *others: (updated.append(variables), update(variables, *others))
+assert job.compute(3) > 0.0
+assert (job.variables[0].numpy() == 2 * before[0]).all() and job.velocities[0].numpy().max() == 0.0
+(twins,) = updated
+assert (twins[0].numpy() != 2 * before[0]).any()
+"""
+
+
+@pytest.mark.exhaustive
+def test_the_compute_time_in_tensorflow_is_of_a_training_step():
+    """As in PyTorch: forward, backward and optimizer, of a copy of the model."""
+    program = TENSORFLOW_JOB.format(folders=[str(BENCHMARKS), str(BENCHMARKS / "network")])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -42,9 +42,8 @@ def test_the_comparison_gives_one_momentum(load):
 
 def test_the_training_examples_give_one_momentum(load):
     reporting = load("reporting")
-    defaults = {"density": 0.01, "lifespan": 10, "threshold": 0.1, "nesterov": False, "weight_decay": 0.0}
-    compression = {"seed": 0, "values": "float32", "level": "mean", "granularity": "tensor", "scope": "tensor"}
-    compression |= {"exchange": "gather", "ranks_per_host": None, "between_hosts": "auto"}
+    defaults = {"seed": 0, "nesterov": False, "weight_decay": 0.0}
+    compression = dict.fromkeys(map(reporting.name_of, reporting.SWITCHES))  # none is given
     for method in set(reporting.METHODS) - set(reporting.DENSE_METHODS):
         args = SimpleNamespace(method=method, size=2, momentum=0.8, clip_norm=0.0, **defaults, **compression)
         settings = reporting.compression_settings(args, warmup_steps=0)

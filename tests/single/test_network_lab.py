@@ -175,4 +175,4 @@ def test_ranks_that_wait_sleep():
 def test_a_rate_without_a_unit_is_refused():
     job = start(rates=("100",))
     _, errors = job.communicate(timeout=30)
-    assert job.returncode != 0 and "a rate must end with kbit, mbit, gbit, such as 1gbit; got '100'" in errors
+    assert job.returncode != 0 and "a rate must end with kbit, mbit or gbit, such as 1gbit; got '100'" in errors

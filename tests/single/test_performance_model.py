@@ -11,7 +11,6 @@ from hvd_sparse.performance_model import (
     Method,
     Network,
     Profile,
-    between_hosts,
     break_even,
     dense,
     favours_scattered,
@@ -49,15 +48,6 @@ def test_an_all_gather_by_doubling_is_its_messages(world_size):
     assert GIGABIT.all_gather(size, world_size) == pytest.approx(play(GIGABIT, world_size, rounds))
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 16, 64])
-@pytest.mark.parametrize("growth", [2.0, 1.9])
-def test_merged_messages_grow_up_to_dense(world_size, growth):
-    size, whole = 1e6, 1e7
-    rounds = [min(size * growth**step, whole) for step in range(int(math.log2(world_size)))]
-    found = GIGABIT.merging_all_reduce(size, whole, world_size, growth)
-    assert found == pytest.approx(play(GIGABIT, world_size, rounds))
-
-
 @pytest.mark.parametrize("world_size", [2, 5, 64])
 def test_an_all_to_all_is_its_messages(world_size):
     size = 1e6
@@ -74,17 +64,6 @@ def test_a_reduce_scatter_does_not_grow_with_the_ranks():
         part = (world_size - 1) / world_size
         assert found == pytest.approx(8e-9 * 2 * part * (size + 32 * world_size))
         assert gathered(0.01)(network, profile, world_size) == pytest.approx(8e-9 * (world_size - 1) * size)
-
-
-def test_between_hosts_the_ranks_of_a_host_share_its_link():
-    """Four hosts of eight ranks send what four ranks would, not what 32 would."""
-    profile = Profile([8_000_000], compute=0.1)
-    found = between_hosts(0.01, 8)(GIGABIT, profile, 32)
-    assert found == pytest.approx(gathered(0.01)(GIGABIT, profile, 4), rel=0.01)
-    assert between_hosts(0.01, 8)(GIGABIT, profile, 8) == 0.0
-    found = between_hosts(0.01, 8, scatters=True)(GIGABIT, profile, 32)
-    assert found == pytest.approx(scattered(0.01)(GIGABIT, profile, 4), rel=0.01)
-    assert between_hosts(0.01, 8, scatters=True)(GIGABIT, profile, 8) == 0.0
 
 
 def test_decoding_may_not_grow_with_the_ranks():
@@ -122,20 +101,6 @@ def test_payloads_are_those_of_the_wire():
     indices = payload_size(n, k // 8, "run_length", "none")
     values = 14 * 5e-5 + 2 * 4 * k * 7 / 8 * 8e-9
     assert shared(0.01)(GIGABIT, profile, 8) == pytest.approx(3 * 5e-5 + 7 * indices * 8e-9 + values)
-
-
-def test_alexnet_is_as_the_paper_says():
-    """Dense: "about 30x" on 64 nodes at 10 Gbit/s, which gives a node's time; DGC "more than 40x" at 1 Gbit/s.
-
-    Section 5 of Deep Gradient Compression. Gradients of 232.56 MB, 0.39 MB compressed (Table 3), whose density doubles
-    at each step of the exchange.
-    """
-    fast, slow = Network(10e9, 0.0), Network(1e9, 0.0)
-    exchange = fast.all_reduce(232.56e6, 64)
-    compute = 30 * exchange / (64 - 30)
-    assert 64 * compute / (compute + exchange) == pytest.approx(30)
-    assert 64 * compute / (compute + slow.merging_all_reduce(0.39e6, 232.56e6, 64)) == pytest.approx(40, rel=0.02)
-    assert 64 * compute / (compute + slow.all_reduce(232.56e6, 64)) < 6
 
 
 def methods(compress=0.02, decode=0.001):

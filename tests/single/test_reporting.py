@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
+from hvd_sparse.algorithms import Settings
+
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 COMMON = {"rank": 0, "size": 1, "method": "none", "plot": "", "seed": 0, "batch_size": 1, "lr": 1.0, "density": 1.0}
-COMMON |= {"scope": "tensor", "values": "float32", "level": "mean", "granularity": "tensor", "verbose": False}
-COMMON |= {"exchange": "gather", "ranks_per_host": None, "between_hosts": "auto", "checkpoint": None, "epochs": 1}
+COMMON |= {"verbose": False, "checkpoint": None, "epochs": 1}
 BYTES = {"bytes_per_step": 0, "density": 1.0}
 STEPS = [{"step": 1, "train_loss": 2.0, "held_out_loss": 3.0, "perplexity": 20.0, **BYTES}]
 EPOCHS = [{"epoch": 1, "train_loss": 2.0, "test_loss": 3.0, "accuracy": 50.0, **BYTES}]
@@ -96,16 +97,19 @@ def test_results_are_printed_before_the_plot_is_drawn(end, load, capsys, monkeyp
 
 def test_only_settings_of_the_method_are_told(load, capsys):
     told = {"scope", "values", "exchange"}
-    settings = {"lifespan": 10, "threshold": 0.1, "nesterov": False, "momentum": 0.9, "clip_norm": 0.0}
-    for method, size, expected in [
-        ("none", 2, set()),
-        ("dgc", 1, set()),
-        ("dgc", 2, told),
-        ("dct", 2, {"values"}),
-        ("micro", 2, {"values", "exchange"}),
+    reporting = load("reporting")
+    for method, expected in [
+        ("none", set()),
+        ("dgc", told),
+        ("dct", {"values"}),
+        ("micro", {"values", "exchange"}),
     ]:
-        args = arguments(method=method, size=size, exchange="hierarchical", weight_decay=0.0, **settings)
-        load("reporting").print_json("x", args, load("reporting").Traffic(10, None, args))
+        settings = {"exchange": "hierarchical"} if "exchange" in expected else {}
+        compression = SimpleNamespace(algorithm=getattr(Settings, method)(None, **settings)) if expected else None
+        args = arguments(method=method, size=2)
+        traffic = reporting.Traffic(10, None, args)
+        traffic.compression = compression
+        reporting.print_json("x", args, traffic)
         result = strict(capsys.readouterr().out)
         assert told & set(result) == expected, method
         assert result.get("exchange", "hierarchical") == "hierarchical"
@@ -181,3 +185,13 @@ def test_a_batch_that_is_larger_than_the_data_is_refused(load):
     assert len(next(click_data.batches(range(512), 256, 0, 1, 2))) == 256
     with pytest.raises(ValueError, match="--batch-size 256 is more than the 255 rows of a replica"):
         next(click_data.batches(range(511), 256, 0, 1, 2))
+
+
+def test_the_synthetic_benchmarks_report_the_spread_of_measurements(load, capsys):
+    synthetic, args = load("synthetic"), arguments(num_warmup_batches=0, num_iters=2, num_batches_per_iter=1, width=8)
+    args.batch_size, args.model, times = 6, "mlp", iter([9.0, 2.0, 1.0])
+    traffic = load("reporting").Traffic(10, None, args)
+    synthetic.report("x", lambda count: next(times), traffic, lambda values, name: values, args)
+    result = strict(capsys.readouterr().out)
+    assert result["samples_per_second_per_rank"] == 4.5
+    assert result["samples_per_second_spread"] == pytest.approx(1.96 * 1.5)

@@ -1,0 +1,208 @@
+"""Every example refuses a switch that has no effect with the chosen method, and names the methods that have it."""
+
+import argparse
+import functools
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hvd_sparse.algorithms import Settings
+from hvd_sparse.parameter_server import METHODS as ASYNCHRONOUS
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+TRAIN = EXAMPLES.parent / "scripts" / "train.py"
+DENSE = {"none", "fp16"}
+GIVEN = {  # {switch: a value, and the compressor's argument}
+    "--density": ("0.02", "density"),
+    "--threshold": ("0.5", "value"),
+    "--lifespan": ("7", "lifespan"),
+    "--scope": ("model", "scope"),
+    "--values": ("float16", "values"),
+    "--exchange": ("hierarchical", "exchange"),
+    "--ranks-per-host": ("2", "ranks_per_host"),
+    "--between-hosts": ("gather", "between_hosts"),
+}
+LOW_BIT = ["--values", "int2"]
+REFUSED = [
+    ("dct", ["--scope", "model"], "--scope is for --method dgc, samomentum, gradient_dropping, topk"),
+    ("micro", ["--between-hosts", "gather"], "--between-hosts is for --method dgc,"),
+    ("sidco", ["--ranks-per-host", "2"], "--ranks-per-host is for --method dgc,"),
+    ("dgc", ["--lifespan", "3"], "--lifespan is for --method dct: leave it out with --method dgc"),
+    ("dgc", ["--threshold", "0.1"], "--threshold is for --method hard_threshold: leave"),
+    ("none", LOW_BIT, "--values is for --method dgc,"),
+    ("fp16", [*LOW_BIT, "--level", "min"], "--values is for --method dgc,"),
+    ("none", ["--granularity", "channel"], "--granularity is for --method dgc,"),
+    ("hard_threshold", ["--density", "0.1"], "--density is for --method dgc,"),
+    ("none", ["--tensorboard", "events"], "--tensorboard is for --method dgc,"),
+    ("dgc", ["--level", "min"], "--level is for --values int2 and int1"),
+    ("dgc", ["--values", "float16", "--granularity", "channel"], "--granularity is for --values int2 and int1"),
+]
+EXAMPLES_OF_METHODS = [
+    "pytorch_digits",
+    "pytorch_char_lstm",
+    "pytorch_transformer",
+    "pytorch_synthetic_benchmark",
+    "tensorflow2_digits",
+    "tensorflow2_keras_digits",
+    "tensorflow2_synthetic_benchmark",
+]
+
+
+@pytest.fixture
+def load(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module
+
+
+def parse(load, options):
+    """Return the arguments that the training examples have, on two ranks; nothing is started."""
+    parser, reporting = argparse.ArgumentParser(), load("reporting")
+    reporting.add_arguments(parser, batch_size=4, lr=0.1)
+    parser.parse_args = functools.partial(parser.parse_args, options)
+    host = SimpleNamespace(init=lambda **options: None, rank=lambda: 0, size=lambda: 2)
+    return reporting.parse_arguments(parser, host)
+
+
+def settings_of(load, options):
+    return load("reporting").compression_settings(parse(load, options), warmup_steps=0)
+
+
+@pytest.mark.parametrize(("method", "options", "told"), REFUSED)
+@pytest.mark.parametrize("example", EXAMPLES_OF_METHODS)
+def test_an_example_refuses_a_switch_of_other_methods(example, method, options, told, load, capsys, monkeypatch):
+    module = load(example)
+    monkeypatch.setattr(sys, "argv", [example, "--method", method, *options])
+    with pytest.raises(SystemExit) as refused:  # before Horovod starts
+        getattr(module, "parse_arguments", module.main)()
+    assert refused.value.code == 2 and told in capsys.readouterr().err
+
+
+def parameters_of(method):
+    """Return the arguments of a method of the plugin; Horovod's own methods have none."""
+    return set() if method in DENSE else set(inspect.signature(getattr(Settings, method)).parameters)
+
+
+@pytest.mark.parametrize("switch", GIVEN)
+def test_a_switch_is_for_the_methods_with_its_argument(switch, load, capsys):
+    value, name = GIVEN[switch]
+    for method in load("reporting").METHODS:
+        options = ["--method", method, switch, value]
+        if name in parameters_of(method):
+            assert str(settings_of(load, options)[name]) == value, method
+        else:
+            with pytest.raises(SystemExit):
+                parse(load, options)
+            assert f"{switch} is for --method" in capsys.readouterr().err, method
+
+
+def test_switches_of_low_bit_values_are_passed_on(load):
+    for method in set(load("reporting").METHODS) - DENSE:
+        found = settings_of(load, ["--method", method, *LOW_BIT, "--level", "min", "--granularity", "channel"])
+        assert (found["values"], found["level"], found["granularity"]) == ("int2", "min", "channel")
+
+
+def test_what_is_not_given_has_the_default_of_the_plugin(load):
+    """The examples set what belongs to an optimizer or a run, and hard_threshold's value, which has no default."""
+    own = {"seed", "warmup", "momentum", "weight_decay", "clip_norm", "nesterov", "clip_scope", "value"}
+    for method in set(load("reporting").METHODS) - DENSE:
+        settings = settings_of(load, ["--method", method])
+        assert set(settings) <= own, method
+        getattr(Settings, method)(None, **settings)  # they are all that the method needs
+
+
+def test_the_report_has_the_density_of_the_compressor(load, capsys):
+    reporting = load("reporting")
+    args = SimpleNamespace(method="dgc", size=2, rank=0, seed=0, batch_size=1, lr=1.0)
+    found = []
+    for method, settings in [("dgc", {}), ("dgc", {"density": 0.5}), ("hard_threshold", {"value": 1.0}), (None, {})]:
+        traffic = reporting.Traffic(10, None, args)
+        if method:
+            traffic.compression = SimpleNamespace(algorithm=getattr(Settings, method)(None, **settings))
+        reporting.print_json("x", args, traffic)
+        found.append(json.loads(capsys.readouterr().out)["target_density"])
+    assert found == [inspect.signature(Settings.dgc).parameters["density"].default, 0.5, None, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--method", "asgd", "--density", "0.1"], "--density is for --method dgs, dgc_async, gd_async, dct_async"),
+        (["--method", "gd_async", "--momentum", "0.5"], "--momentum is for --method dgs, dgc_async, msgd"),
+        (
+            ["--method", "dgs", "--lifespan", "5"],
+            "--lifespan is for --method dct_async: leave it out with --method dgs",
+        ),
+        (["--task", "digits", "--hidden", "8"], "--hidden is for --task char_lstm: leave it out with --task digits"),
+        (["--task", "digits", "--sequence-length", "8"], "--sequence-length is for --task char_lstm"),
+        (["--task", "char_lstm", "--epochs", "8"], "--epochs is for --task digits"),
+    ],
+)
+def test_the_asynchronous_examples_refuse_what_has_no_effect(options, told, load, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pytorch_dgs.py", *options])
+    with pytest.raises(SystemExit) as refused:  # the TensorFlow example calls the same function
+        load("asynchronous_run").parse_arguments("")
+    assert refused.value.code == 2 and told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ASYNCHRONOUS)
+def test_asynchronous_methods_have_their_own_defaults(method, load, monkeypatch):
+    run = load("asynchronous_run")
+    monkeypatch.setattr(sys, "argv", ["pytorch_dgs.py", "--method", method])
+    args = run.parse_arguments("")
+    args.warmup_steps = 0
+    made, plain = run.make_method(args), ASYNCHRONOUS[method]()
+    assert made.describe() == plain.describe()
+    assert (args.density, args.momentum) == (plain.density, plain.momentum)
+    assert args.lifespan == (plain.lifespan if method == "dct_async" else None)
+
+
+def test_every_asynchronous_setting_is_passed_on(load, monkeypatch):
+    run, values = load("asynchronous_run"), {"--density": "0.2", "--momentum": "0.5", "--lifespan": "7"}
+    for switch, methods in run.SWITCHES.items():
+        for method in methods:
+            monkeypatch.setattr(sys, "argv", ["pytorch_dgs.py", "--method", method, switch, values[switch]])
+            args = run.parse_arguments("")
+            args.warmup_steps = 0
+            assert getattr(run.make_method(args), switch.strip("-")) == float(values[switch]), (method, switch)
+
+
+def test_the_comparison_refuses_a_density_of_dense_methods_alone(load, capsys, monkeypatch):
+    compare = load("compare_methods")
+    monkeypatch.setitem(compare.FRAMEWORKS, "pytorch", "no_such_module")
+    for methods, error in ((["none", "fp16"], SystemExit), (["none", "dgc"], ModuleNotFoundError)):
+        monkeypatch.setattr(sys, "argv", ["compare_methods.py", "--density", "0.1", "--methods", *methods])
+        with pytest.raises(error):
+            compare.parse_arguments()
+    assert "--density is for --methods dgc," in capsys.readouterr().err
+
+
+def test_the_hybrid_example_refuses_a_lifespan_of_dense_gradients(load, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pytorch_dct_hybrid.py", "--dp-density", "1", "--lifespan", "5"])
+    with pytest.raises(SystemExit):
+        load("pytorch_dct_hybrid").parse_arguments()
+    assert "--lifespan is for --dp-density below 1" in capsys.readouterr().err
+
+
+def test_training_both_ways_gives_a_compressor_its_switches(monkeypatch, tmp_path):
+    """`scripts/train.py` passes options on; those of a compressor only to the run that has one."""
+    started = tmp_path / "started"
+    stub = tmp_path / "horovodrun"
+    stub.write_text(f'#!/bin/sh\necho "$*" >> {started}\nexit 1\n')
+    stub.chmod(0o755)
+    specification = importlib.util.spec_from_file_location("train", TRAIN)
+    train = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(train)
+    options = ["--values", "int2", "--lr", "0.1", "--level", "min", "--seed", "3", "--batch-size", "8"]
+    assert train.without_compression(options) == ["--lr", "0.1", "--seed", "3", "--batch-size", "8"]
+    command = [sys.executable, str(TRAIN), *options]
+    environment = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    assert subprocess.run(command, env=environment, capture_output=True, timeout=60).returncode == 1
+    (dense,) = started.read_text().splitlines()
+    assert "--method none" in dense and "--values" not in dense and "--batch-size 8" in dense
