@@ -49,8 +49,9 @@ def check_state(
     missing = [key for key in ("step", "ranks", "summed", "memory", "thresholds") if key not in state]
     if missing:
         raise ValueError(f"the state lacks {', '.join(missing)}: it must be what state_dict() returned")
-    if checked_integer("the state's step", state["step"], 0) == 0 and not state["memory"]:
-        return  # saved before the first step of a hierarchical exchange: there is nothing in it
+    checked_integer("the state's step", state["step"], 0)
+    if not state["memory"]:
+        return  # saved before the first step of a hierarchical exchange
     _check_names(set(state["memory"]), set(sizes))
     for name, size in sizes.items():
         for kind, saved in state["memory"][name].items():

@@ -86,9 +86,18 @@ def block_count(n: int) -> int:
 
 
 def top_k_count(n: int, density: float) -> int:
-    """Return k, the number of n elements to send at a density: max(1, min(n, floor(density * n + 0.5))).
+    """Return the number of elements to send at a density.
 
-    Raises TypeError unless n is an integer and density a number, ValueError unless n >= 1 and density is in (0, 1].
+    Args:
+        n: Number of elements of the tensor, at least 1.
+        density: Part of them to send, in (0, 1].
+
+    Returns:
+        k = max(1, min(n, floor(density * n + 0.5))).
+
+    Raises:
+        TypeError: `n` is no integer, or `density` no number.
+        ValueError: A value is out of range.
     """
     n = checked_integer("n", n, 1)
     return max(1, min(n, math.floor(checked_density("density", density) * n + 0.5)))
@@ -184,9 +193,21 @@ def group_count(segments: Segments, n: int) -> int:
 def payload_size(
     n: int, k: int, coding: str = "run_length", value_dtype: str = "float32", segments: Segments = None
 ) -> int:
-    """Return the size in bytes of a payload of k of n elements: a multiple of 8, the same on every rank.
+    """Return the size of a payload, which is the same on every rank.
 
-    Raises ValueError and TypeError as `payload_layout` does.
+    Args:
+        n: Number of elements of the tensor, at least 1.
+        k: Number of entries of the payload, from 1 to n.
+        coding: Coding of positions: "run_length", "elias_fano", "bitmap", "auto", or with k = n "dense".
+        value_dtype: Type of the values: "float32", "float64", "float16", "bfloat16", "int2", "int1", or "none".
+        segments: The groups that share the levels of "int2" and "int1", (begin, channels) each; None: one group.
+
+    Returns:
+        The size in bytes, a multiple of 8.
+
+    Raises:
+        TypeError: `n` or `k` is no integer.
+        ValueError: A value is out of range or unknown, or the segments do not fit.
     """
     return payload_layout(n, k, coding, value_dtype, segments).size
 
@@ -206,9 +227,20 @@ def entries_of(payload, n: int) -> int:
 
 
 def compression_ratio(n: int, k: int, coding: str = "run_length", value_dtype: str = "float32") -> float:
-    """Return the bytes of n float32 / the bytes of the payload (the ratio of Deep Gradient Compression, section 4).
+    """Return by what factor a payload is smaller than the dense tensor (Deep Gradient Compression, section 4).
 
-    Raises ValueError and TypeError as `payload_layout` does.
+    Args:
+        n: As in `payload_size`; likewise the other arguments.
+        k: Number of entries of the payload.
+        coding: Coding of positions.
+        value_dtype: Type of the values.
+
+    Returns:
+        The bytes of n float32 / the bytes of the payload.
+
+    Raises:
+        TypeError: As `payload_size`.
+        ValueError: As `payload_size`.
     """
     return 4.0 * n / payload_size(n, k, coding, value_dtype)
 

@@ -78,7 +78,7 @@ def _start(hvd, grid: ProcessGrid):
     return process_set
 
 
-def leave_together(communicator, notices: Notices, timeout: float = LEAVE_TIMEOUT) -> None:
+def leave_together(communicator, notices: Notices) -> None:
     """Wait at the interpreter's end until all ranks have come to theirs, unless an error ends one of them.
 
     The first rank to shut Horovod down does so for all, and the replicas of one stage may be done while those of
@@ -86,5 +86,5 @@ def leave_together(communicator, notices: Notices, timeout: float = LEAVE_TIMEOU
     """
     notices.leave(getattr(sys, "last_value", None))
     request = communicator.Ibarrier()
-    poll(lambda: request.Test() or notices.heard() or None, timeout)
+    poll(lambda: request.Test() or notices.heard() or None, LEAVE_TIMEOUT)
     notices.close()

@@ -283,7 +283,7 @@ class Server:
 
     def state(self) -> tuple[dict, dict[str, np.ndarray]]:
         """Return a description, with the statistics, and arrays: the server's state."""
-        numbers = self.statistics
+        staleness = {str(stale): count for stale, count in sorted(self.statistics.staleness.items())}
         description = {
             "shard": list(self.shard),
             "clock": self.clock,
@@ -293,12 +293,8 @@ class Server:
             "departures": {str(worker): why for worker, why in self.departures.items()},
             "memory_bytes": self.nbytes,
             "seconds": self._now() - self._started,
-            "pushes": numbers.pushes,
-            "refused": numbers.refused,
-            "repeated": numbers.repeated,
-            "bytes_in": numbers.bytes_in,
-            "bytes_out": numbers.bytes_out,
-            "staleness": {str(stale): count for stale, count in sorted(numbers.staleness.items())},
+            **vars(self.statistics),
+            "staleness": staleness,
         }
         return description, {"parameters": self.parameters, "buffers": self.buffers}
 

@@ -46,16 +46,16 @@ class Group:
         size = self.end - self.begin
         return size if self._is_dense else top_k_count(size, density)
 
-    def select(self, k: int, select: Callable[..., tuple]) -> np.ndarray:
+    def select(self, k: int, select_top_k: Callable[..., tuple]) -> np.ndarray:
         """Return the ascending indices of the k largest elements, int64[k].
 
         Args:
             k: The number of elements to select.
-            select: A native selection, called with `k`, `seed` and `threshold_hint`.
+            select_top_k: A native selection, called with `k`, `seed` and `threshold_hint`.
         """
         if k == self.end - self.begin:
             return np.arange(self.begin, self.end)
-        indices, _, (threshold, passed), *_ = select(k=k, seed=self.seed, threshold_hint=self._hint.value(k))
+        indices, _, (threshold, passed), *_ = select_top_k(k=k, seed=self.seed, threshold_hint=self._hint.value(k))
         self._hint.update(k, threshold, int(passed))
         return self.begin + indices
 

@@ -246,10 +246,10 @@ def in_time(function: Callable, announced: Announcement | None = None):
     return results[0]
 
 
-def digest_numbers(lines: list[str], count: int = 6) -> list[float]:
-    """Return a digest as numbers below 2**16, whose squares add up exactly in float64."""
+def digest_numbers(lines: list[str]) -> list[float]:
+    """Return a digest as six numbers below 2**16, whose squares add up exactly in float64."""
     content = digest(lines)
-    return [float(int.from_bytes(content[2 * i : 2 * i + 2], "little")) for i in range(count)]
+    return [float(int.from_bytes(content[2 * i : 2 * i + 2], "little")) for i in range(6)]
 
 
 def cut_pieces(words: tf.Tensor, cut: Pieces) -> list[tf.Tensor]:

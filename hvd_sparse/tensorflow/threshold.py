@@ -27,7 +27,7 @@ from hvd_sparse.threshold import (
 )
 
 NEVER = np.finfo(np.float64).max  # no float32 reaches it; tf.debugging.enable_check_numerics() refuses infinity
-Plan = dict[str, tf.Tensor]  # arguments of `ops.filter_bucket`: thresholds, ks, and stages if any
+FilterArguments = dict[str, tf.Tensor]  # those of `ops.filter_bucket`: thresholds, ks, and stages if any
 
 
 class ThresholdHints:
@@ -79,7 +79,7 @@ class ConstantThresholds:
         self._value = value
         self.variables: list[tf.Variable] = []
 
-    def plan(self, step, names: list[str], counts, is_active) -> Plan:
+    def plan(self, step, names: list[str], counts, is_active) -> FilterArguments:
         """Return a float64 threshold for each variable, NEVER unless active; and ks of 0, as none is refreshed."""
         thresholds = tf.where(is_active, tf.constant(self._value, tf.float64), tf.constant(NEVER, tf.float64))
         return {"thresholds": tf.fill([len(names)], thresholds), "ks": tf.zeros_like(counts)}
@@ -100,7 +100,7 @@ class KeptThresholds:
             make_variable([len(names)], f"hvd_sparse/threshold/{kind}", tf.float64) for kind in ("value", "k")
         ]
 
-    def plan(self, step, names: list[str], counts, is_active) -> Plan:
+    def plan(self, step, names: list[str], counts, is_active) -> FilterArguments:
         """Return a float64 threshold for each variable, NEVER unless active; and k to refresh it, else 0."""
         rows = [self.rows[name] for name in names]
         planned = tf.numpy_function(lambda n: self._plan(int(n), rows), [step], (tf.bool, tf.bool), stateful=False)
@@ -147,7 +147,7 @@ class FittedThresholds:
         ]
         self._guesses = make_variable([len(names)], "hvd_sparse/hint/fitted", tf.float64)  # not in checkpoints
 
-    def plan(self, step, names: list[str], counts, is_active) -> Plan:
+    def plan(self, step, names: list[str], counts, is_active) -> FilterArguments:
         """Return a float64 guess for each variable, NEVER unless active; k; and the number of stages of the fit."""
         rows = [self.rows[name] for name in names]
         more, guesses = (tf.gather(one.read_value(), rows) for one in (self._more, self._guesses))

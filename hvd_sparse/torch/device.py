@@ -21,7 +21,7 @@ LEAST_CAPABILITY = (8, 0)
 
 
 def is_cuda(device: torch.device) -> bool:
-    """Return whether operators on this device return before they are done."""
+    """Return whether this is a CUDA device, whose operators return before they are done."""
     return device.type == "cuda"
 
 

@@ -256,7 +256,7 @@ class DistributedCollectives(Collectives):
         """Start an all-gather of vectors. sizes: the number of elements on each rank."""
         origin, tensor, most, total = tensor, self._placed(tensor), max(sizes), sum(sizes)
         if min(sizes) == most:
-            return self.gather("", origin)
+            return self.gather("sizes", origin)
         if tensor.device == origin.device and most * len(sizes) <= PADDED * total:
             row = torch.cat([tensor, tensor.new_zeros(most - tensor.numel())])
             whole = tensor.new_empty((len(sizes), most))
