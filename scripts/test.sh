@@ -20,7 +20,7 @@ suite() {  # TITLE COMMAND... WHAT: what is tested comes last
     log=$LOGS/test-$(printf '%s' "$title" | tr -cs 'A-Za-z0-9.' '-').log
     printf '==> %s\n' "$title"
     if "$@" >"$log" 2>&1; then
-        found=$(grep -E '[0-9]+ passed|tests passed|^left out' "$log" | tail -n 1 | sed -E 's/ in [0-9.]+s.*//' || true)
+        found=$(grep -E '[0-9]+ passed|tests passed|^left out' "$log" | tail -n 1 | sed -E 's/^.*<stdout>://; s/ in [0-9.]+s.*//' || true)
         printf '    %s: %s%d s\n' "$title" "${found:+$found, }" $((SECONDS - start))
         return
     fi

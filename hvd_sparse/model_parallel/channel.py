@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 
+from hvd_sparse.library import mpi
 from hvd_sparse.mailbox import Mailbox, poll
 from hvd_sparse.model_parallel.notices import SHUTDOWN_TIMEOUT, Notices, PipelineError, wait_for
 
@@ -98,6 +99,8 @@ class Channel:
         self._release()
 
     def _close_at_exit(self) -> None:
+        if mpi().Is_finalized():  # by Horovod, if it was started before mpi4py
+            return
         error = getattr(sys, "last_value", None)  # the error that ends the interpreter
         if error is not None and self.is_open:
             self.fail(error)

@@ -123,7 +123,8 @@ def test_a_mask_is_an_argument_of_the_next_stage(returns):
 def test_a_mask_of_keras_is_refused_where_it_would_be_lost(method):
     data = (np.ones((2, 3, 1), np.float32), np.zeros((2, 1), np.float32))[: 1 + (method == "step")]
     with pytest.raises((ValueError, PipelineError), match="output 'output' of a stage has a Keras mask"):
-        getattr(pipeline(Masking("keras")), method)(*data)
+        with pipeline(Masking("keras")) as one:
+            getattr(one, method)(*data)
 
 
 def test_gradients_are_not_reduced_among_other_ranks_than_the_replicas():

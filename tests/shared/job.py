@@ -4,6 +4,7 @@ Rank 0 prints like pytest without a job. The other ranks print only failures.
 """
 
 import faulthandler
+import gc
 import os
 import sys
 import time
@@ -46,6 +47,14 @@ class Job:
     def pytest_internalerror(self, excrepr):
         if self.hvd.size() > 1:
             self.end(str(excrepr))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self):
+        """Close the pipelines that tests left: the first rank to exit ends MPI, with Horovod, for all ranks."""
+        for one in gc.get_objects():
+            if type(one).__module__ == "hvd_sparse.model_parallel.channel" and type(one).__name__ == "Channel":
+                one.close()
+        self.start()
 
     def end(self, reason):
         """Print the reason and exit at once. Other ranks may wait in a collective; the launcher ends them."""
