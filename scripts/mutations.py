@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from mutations_core import CORE
 from mutations_cuda import CUDA
+from mutations_mpi import MPI
 
 
 class Mutation(NamedTuple):
@@ -221,48 +222,6 @@ PYTHON = [
         "tensorflow test_v1 scaler_around",
     ),
     (
-        "the buffers of a later moment are averaged",
-        "hvd_sparse/parameter_server/torch.py",
-        "if sizes.get(name) == buffer.numel()}",
-        "if True}",
-        "single test_torch_asynchronous buffer",
-    ),
-    (
-        "predictions are joined whatever they count",
-        "hvd_sparse/model_parallel/batch.py",
-        "if run.head.micros > 1 and shape[:1] != (run.head.rows,):",
-        "if False:",
-        "torch test_pipeline_arguments predictions",
-    ),
-    (
-        "server adds where it should subtract",
-        "hvd_sparse/parameter_server/tracker.py",
-        "update.indices, update.values)\n            self._log.append(changed, clock)\n            self._shorten()",
-        "update.indices, -update.values)\n            self._log.append(changed, clock)\n            self._shorten()",
-        "single test_parameter_server_exact",
-    ),
-    (
-        "a repeated push is refused",
-        "hvd_sparse/parameter_server/server.py",
-        "if message.sequence == record.sequence and message.sequence > 0:",
-        "if False:",
-        "single test_parameter_server_soak",
-    ),
-    (
-        "server does not advance its clock",
-        "hvd_sparse/parameter_server/server.py",
-        "self.clock += 1",
-        "self.clock += 0",
-        "single test_parameter_server_exact",
-    ),
-    (
-        "NaN in an update accepted",
-        "hvd_sparse/parameter_server/updates.py",
-        "if not np.isfinite(update.values).all():",
-        "if False:",
-        "single test_protocol",
-    ),
-    (
         "a loaded mean changes with the number of ranks",
         "hvd_sparse/checkpoint.py",
         'if state.get("averages", True) else 1.0',
@@ -312,20 +271,6 @@ PYTHON = [
         "single test_checkpoint_files",
     ),
     (
-        "a saved model has old buffers",
-        "hvd_sparse/parameter_server/session.py",
-        "        if self._connection is not None:\n            self.share_buffers()\n",
-        "",
-        "single test_torch_asynchronous",
-    ),
-    (
-        "a leaving worker keeps its last buffers",
-        "hvd_sparse/parameter_server/session.py",
-        "                self.synchronize()\n                self.share_buffers()\n",
-        "                self.synchronize()\n",
-        "single test_torch_asynchronous",
-    ),
-    (
         "a selection of one's own is charged nothing",
         "hvd_sparse/dense_fallback.py",
         "return values + algorithm.index_bytes(n, k, self.world_size)",
@@ -333,14 +278,28 @@ PYTHON = [
         "single test_dense_fallback",
     ),
     (
-        "boundary lets the wrong half through",
-        "hvd_sparse/model_parallel/torch/boundary.py",
-        "return torch.where(mask, activations, activations.new_zeros(()))",
-        "return torch.where(~mask, activations, activations.new_zeros(()))",
-        "single test_torch_boundary",
+        "a grad that no rank computed is overwritten, DDP",
+        "hvd_sparse/torch/ddp.py",
+        "if arrival.name not in kept and result.data_ptr()",
+        "if result.data_ptr()",
+        "ddp test_ddp_conservation stays",
+    ),
+    (
+        "a hierarchical state waits for other ranks",
+        "hvd_sparse/torch/hierarchical.py",
+        "self.has_state = False",
+        "self.has_state = True",
+        "torch test_hierarchical_changes state_alone",
+    ),
+    (
+        "a warning names Horovod's line",
+        "hvd_sparse/frames.py",
+        "stacklevel=2 + next(levels, len(around) - 1)",
+        "stacklevel=2",
+        "torch test_training_loops momentum_of_adam",
     ),
 ]
 
 MUTATIONS = [Mutation(name, f"csrc/core/{file}", old, new, f"native {test}") for name, file, old, new, test in CORE]
 MUTATIONS += [Mutation(name, f"csrc/cuda/{file}", old, new, f"native {test}") for name, file, old, new, test in CUDA]
-MUTATIONS += [Mutation(*fault) for fault in PYTHON]
+MUTATIONS += [Mutation(*fault) for fault in (*PYTHON, *MPI)]
