@@ -72,13 +72,6 @@ MPI = [
         "tensorflow test_tensorflow_pipeline_arguments mask_of_keras",
     ),
     (
-        "hybrid takes different arguments",
-        "hvd_sparse/model_parallel/hybrid.py",
-        '{"stages": grid.stages, "order": grid.order}',
-        '{"order": grid.order}',
-        "single test_hybrid_jobs wrong_calls",
-    ),
-    (
         "a buffer with NaN goes into the average",
         "hvd_sparse/parameter_server/server.py",
         "np.where(np.isfinite(theirs) & (ours != theirs), mixed, ours)",

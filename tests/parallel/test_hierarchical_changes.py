@@ -8,7 +8,7 @@ import leftover_sets
 import pytest
 import torch
 from gradients import SHAPES, draw, whole_numbers
-from helpers import drive, make_parameters
+from helpers import assert_alive, drive, make_parameters
 from test_hierarchical import Ledger, whole
 
 from hvd_sparse.torch import Compression
@@ -88,7 +88,8 @@ def test_before_the_first_step_a_rank_reads_its_state_alone():
     make = functools.partial(Compression.dgc, density=0.05, min_numel=100, exchange="hierarchical", dense_fallback=None)
     parameters, others = make_parameters(), make_parameters()
     first, second = make(parameters.items(), ranks_per_host=1), make(others.items(), ranks_per_host=1)
-    early = first.state_dict() if hvd.rank() == 0 else None  # to find the hosts would wait for the others
+    early = first.state_dict() if hvd.rank() == 0 else None  # to find the hosts would wait for the others,
+    assert_alive()  # which do this meanwhile
     for t in range(3):
         drive(first, parameters, draw(SHAPES, t, hvd.rank()))
     first.load_state_dict(early or second.state_dict())

@@ -10,7 +10,7 @@ import tensorflow as tf
 from gradients import SHAPES, draw, whole_numbers
 from oracle import CLEAR_GAP, Method, train
 from test_tape_conservation import NowAndThenDense
-from tf_helpers import Reducer, assert_ranks_agree, make_variables, reduce_whole_numbers, total
+from tf_helpers import Reducer, assert_alive, assert_ranks_agree, make_variables, reduce_whole_numbers, total
 
 from hvd_sparse.schedule import Schedule
 from hvd_sparse.tensorflow import Compression
@@ -167,6 +167,7 @@ def test_before_the_variables_are_known_a_rank_reads_its_state_alone():
         for own in made.values()
     )
     early = first.state_dict() if hvd.rank() == 0 else None
+    assert_alive()  # what the others do meanwhile
     reducers = []
     for name, compression in (("first", first), ("second", second)):
         variables = make_variables()
