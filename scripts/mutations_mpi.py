@@ -6,7 +6,7 @@ MPI = [
         "hvd_sparse/parameter_server/torch.py",
         "if sizes.get(name) == buffer.numel()}",
         "if True}",
-        "single test_torch_asynchronous buffer",
+        "single test_torch_asynchronous_buffers",
     ),
     (
         "predictions are joined whatever they count",
@@ -48,14 +48,14 @@ MPI = [
         "hvd_sparse/parameter_server/session.py",
         "        if self._connection is not None:\n            self.share_buffers()\n",
         "",
-        "single test_torch_asynchronous",
+        "single test_torch_asynchronous_buffers",
     ),
     (
         "a leaving worker keeps its last buffers",
         "hvd_sparse/parameter_server/session.py",
         "                self.synchronize()\n                self.share_buffers()\n",
         "                self.synchronize()\n",
-        "single test_torch_asynchronous",
+        "single test_torch_asynchronous_buffers",
     ),
     (
         "evaluate passes for predict",
@@ -83,7 +83,7 @@ MPI = [
         "hvd_sparse/parameter_server/session.py",
         "if self._shared is not None and np.array_equal",
         "if False and np.array_equal",
-        "single test_torch_asynchronous buffers",
+        "single test_torch_asynchronous_buffers",
     ),
     (
         "boundary lets the wrong half through",

@@ -150,6 +150,7 @@ def wait_for(request, timeout: float, ranks: int, what: str, notices: Notices | 
     """
 
     def look() -> bool | None:
+        """Return True when all ranks have called; None before."""
         if request.Test():
             return True
         if notices is not None:

@@ -237,7 +237,7 @@ class Session:
             warn(
                 "hvd_sparse: several optimizers of one session step in turn: each step pushes all parameters of the "
                 "session, also those of the other optimizers, and counts as a step of the schedule. Use one optimizer "
-                "with a group for each, or a session of its own for each model"
+                "with a group for each, or one session per model"
             )
 
     def _state(self) -> tuple[dict[str, np.ndarray], np.ndarray]:

@@ -36,7 +36,7 @@ class Step:
     """Runs the optimizer steps of one compressor, one at a time."""
 
     shard: int | None = None  # this rank has whole parameters
-    has_state = True  # of its own, before the first step, too
+    has_state = True  # before the first step, too
 
     def __init__(self, algorithm: Algorithm, parameters: Parameters, exchange: Exchange, traffic: Traffic):
         self.algorithm = algorithm
