@@ -67,6 +67,15 @@ QUANTIZED = {  # Figure 8 of Gradient Dropping
         ]
     },
 }
+MICRO = {  # k elements change in a step, with top-k on 4 ranks up to 4 k
+    f"{method} {density}, rate {rate}": ["--method", method, "--density", str(density), "--lr", str(rate), *scope]
+    for method, density, rates, scope in [
+        ("topk", 0.01, (0.5, 2.0), ("--scope", "tensor")),
+        ("micro", 0.01, (0.5, 2.0), ()),
+        ("micro", 0.04, (1.0,), ()),
+    ]
+    for rate in rates
+}
 EXPERIMENTS = {  # {name: (script, options of all runs, metric, options of each method)}
     "digits": ("pytorch_digits.py", DIGITS_RUN, "accuracy", DIGITS),
     "exchanges_digits": ("pytorch_digits.py", DIGITS_RUN, "accuracy", EXCHANGES),
@@ -86,6 +95,7 @@ EXPERIMENTS = {  # {name: (script, options of all runs, metric, options of each 
         "perplexity",
         QUANTIZED,
     ),
+    "micro_char_lstm": ("pytorch_char_lstm.py", LSTM_RUN, "perplexity", MICRO),
     "char_lstm_methods": ("pytorch_char_lstm.py", LSTM_RUN, "perplexity", methods(0.01, 0.03)),
 }
 
