@@ -246,16 +246,18 @@ class Step:
     def _vote(self, now: Round, arrivals: list[Arrival], inner: Units) -> None:
         finite = tf.concat([tf.reshape(one, [-1]) for one in (*now.finite, *self._take(arrivals, now, inner))], 0)
         bad = tf.reduce_sum(tf.cast(tf.logical_not(finite), tf.float64))
-        # The step number keeps the vote from being a constant, which TensorFlow would send only once.
-        measured = [] if now.seconds is None else [now.seconds]
-        numbers = self._region_numbers(now)
-        own = tf.concat([tf.stack([bad, tf.cast(now.number, tf.float64), *measured]), tf.reshape(numbers, [-1])], 0)
+        step = tf.cast(now.number, tf.float64)  # a constant would be sent by TensorFlow only once
+        seconds = [] if now.seconds is None else [now.seconds]
+        regions = self._region_numbers(now)
+        own = tf.concat([tf.stack([bad, step, *seconds]), tf.reshape(regions, [-1])], 0)
         sums = self.exchange.allreduce(f"vote{now.suffix}", once(now.present, own))
-        if numbers.shape[0] > 0:
-            now.agrees = self._agrees(tf.reshape(sums[2 + len(measured) :], numbers.shape))
-        now.overflow = sums[0] > 0.0
-        if measured:
-            now.noted.append(tf.numpy_function(self._note, [now.number, sums[2] / self.exchange.size()], tf.int64).op)
+        all_bad, _, all_seconds, all_regions = tf.split(sums, [1, 1, len(seconds), regions.shape.num_elements()])
+        now.overflow = all_bad[0] > 0.0
+        if regions.shape[0] > 0:
+            now.agrees = self._agrees(tf.reshape(all_regions, regions.shape))
+        if seconds:
+            mean = all_seconds[0] / self.exchange.size()
+            now.noted.append(tf.numpy_function(self._note, [now.number, mean], tf.int64).op)
         now.ignores_payloads = now.overflow if now.is_dense is None else tf.logical_or(now.overflow, now.is_dense)
         now.counted.add(payload_bytes=8 * own.shape[0])
 

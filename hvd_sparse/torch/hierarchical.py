@@ -24,7 +24,7 @@ from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.step import Step
 from hvd_sparse.torch.tokens import Tokens
-from hvd_sparse.torch.vote import RanksDiffer, counted, start_vote, step_and_scale
+from hvd_sparse.torch.vote import RanksDiffer, checked_sums, start_vote, vote_of
 from hvd_sparse.traffic import PartOfStep, Traffic
 from hvd_sparse.units import Units
 
@@ -234,9 +234,9 @@ class HierarchicalStep:
                 bad += self.inner.overflowed()
             except RanksDiffer as error:  # only ranks of this column know: the others learn it from the next vote
                 failure = error
-        numbers = step_and_scale(self.number, self.units.loss_scale)
-        vote = start_vote(self.exchange, "vote", bad, 0, numbers, self.device).wait()
-        overflow = counted(vote.tolist(), self.number, self.units, lambda: None)[0] > 0
+        vote = vote_of(bad, 0, self.number, self.units.loss_scale)
+        sums = start_vote(self.exchange, "vote", vote, self.device).wait().tolist()
+        overflow = checked_sums(sums, self.number, self.units, lambda: None).bad > 0
         if failure is not None:
             raise failure
         return overflow

@@ -27,7 +27,7 @@ from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.reduce_scatter import ReduceScatter
 from hvd_sparse.torch.tokens import Tokens
-from hvd_sparse.torch.vote import counted, start_vote, step_and_scale
+from hvd_sparse.torch.vote import checked_sums, start_vote, vote_of
 from hvd_sparse.traffic import Traffic
 from hvd_sparse.units import Units
 
@@ -233,12 +233,12 @@ class Step:
 
         RuntimeError on every rank if the ranks are at different steps, or if one found a damaged payload in the last.
         """
-        overflow, seconds, refuse = False, [], partial(refuse_damage, self.exchange, self.damage)
+        overflow, seconds, refuse = False, None, partial(refuse_damage, self.exchange, self.damage)
         for vote in self._votes:
-            bad, *seconds = counted(vote.wait().tolist(), self.number, self.units, refuse)
-            overflow |= bad > 0
-        if seconds:
-            self._fallback.note(self.number, seconds[0] / self.units.world_size)
+            sums = checked_sums(vote.wait().tolist(), self.number, self.units, refuse)
+            overflow, seconds = overflow or sums.bad > 0, sums.seconds
+        if seconds is not None:
+            self._fallback.note(self.number, seconds / self.units.world_size)
         return overflow
 
     def result(self, arrival: Arrival, carried: torch.Tensor, scale: float) -> torch.Tensor:
@@ -391,8 +391,9 @@ class Step:
         """Start the vote on all gradients accumulated since the last vote, without waiting for the device."""
         flags, self.codec.finite = self.codec.finite, []
         bad = torch.cat([flag.view(-1) for flag in flags]).logical_not().sum() if flags else 0
-        numbers = [*step_and_scale(self.number, self.units.loss_scale), *([self._seconds] * self._fallback.is_measured)]
+        seconds = self._seconds if self._fallback.is_measured else None
         if is_cuda(self.device) and not self._votes:  # nothing is decoded between the votes of a step
             self.damage = ops.take_decode_status(torch.empty(0, device=self.device))
-        self._votes.append(start_vote(self.exchange, name, bad, self.damage[0], numbers, self.device))
+        vote = vote_of(bad, self.damage[0], self.number, self.units.loss_scale, seconds)
+        self._votes.append(start_vote(self.exchange, name, vote, self.device))
         self._collectives.append(self._votes[-1])

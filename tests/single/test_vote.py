@@ -5,7 +5,7 @@ import random
 import pytest
 
 from hvd_sparse.reduce_scatter import must_agree
-from hvd_sparse.torch.vote import RanksDiffer, counted, step_and_scale
+from hvd_sparse.torch.vote import RanksDiffer, checked_sums, vote_of
 from hvd_sparse.units import Units
 
 RANKS = [2, 3, 7, 64, 99, 125, 250, 500, 1000, 1023, 4095]
@@ -13,10 +13,10 @@ RANKS = [2, 3, 7, 64, 99, 125, 250, 500, 1000, 1023, 4095]
 
 def sums_of(ranks, steps):
     """Return the sums over ranks as an exact all-reduce gives them; steps: {step: number of ranks at it}."""
-    columns = zip(*(step_and_scale(step, 1.0) for step in steps), strict=True)
+    columns = zip(*(vote_of(0, 0, step, 1.0)[:-1] for step in steps), strict=True)
     sums = [sum(int(one) * count for one, count in zip(column, steps.values(), strict=True)) for column in columns]
     assert sum(steps.values()) == ranks and max(sums) < 2**53
-    return [0.0, 0.0, *map(float, sums)]
+    return list(map(float, sums))
 
 
 def refuse():
@@ -28,14 +28,15 @@ def test_ranks_at_one_step_agree_at_any_step(ranks):
     drawn = random.Random(ranks)
     steps = [0, 1, 92_777, 759_259, 958_671, 2**20 - 1, 2**20, 10**9, *(drawn.randrange(2**21) for _ in range(3_000))]
     for step in steps:
-        assert counted(sums_of(ranks, {step: ranks}), step, Units(ranks, 1.0, 1.0), refuse) == (0.0,)
+        sums = checked_sums(sums_of(ranks, {step: ranks}), step, Units(ranks, 1.0, 1.0), refuse)
+        assert (sums.bad, sums.damaged, sums.loss_scale, sums.seconds) == (0.0, 0.0, ranks, None)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_rank_at_another_step_is_noticed(ranks):
     for step in (1, 1000, 759_259):
         with pytest.raises(RanksDiffer, match=f"this rank is at step {step}"):
-            counted(sums_of(ranks, {step: ranks - 1, step + 1: 1}), step, Units(ranks, 1.0, 1.0), refuse)
+            checked_sums(sums_of(ranks, {step: ranks - 1, step + 1: 1}), step, Units(ranks, 1.0, 1.0), refuse)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
