@@ -32,7 +32,7 @@ import torch
 from steps import MODELS
 
 from hvd_sparse.buckets import BucketLayout
-from hvd_sparse.torch import ops
+from hvd_sparse.torch import bucket_ops, ops, varying_ops
 from hvd_sparse.wire import payload_size, top_k_count
 
 HERE = Path(__file__).resolve().parent
@@ -77,15 +77,15 @@ class Worker:
         )
         self.payload_sizes = [payload_size(n, k, **form) for n, k in zip(ns, self.ks, strict=True)]
         self.message = torch.zeros(sum(self.payload_sizes), dtype=torch.uint8, device=device)
-        self.hints = ops.new_hints(len(ns), device)
+        self.hints = bucket_ops.new_hints(len(ns), device)
 
     def compress(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Accumulate, select, pack and clear; return info, float64[selections, 2]."""
         places = {"layout": self.layout, "members": self.members, **self.form}
         rule = {"factors": [1.0] * len(self.members), "momentum": MOMENTUM, "seed": 1}
         lists = (gradients, self.residuals, self.velocities)
-        info, _ = ops.accumulate_bucket(*lists, hints=self.hints, out=self.message, **places, **rule)
-        ops.clear_bucket(self.message, self.residuals, self.velocities, **places)
+        info, _ = bucket_ops.accumulate_bucket(*lists, hints=self.hints, out=self.message, **places, **rule)
+        bucket_ops.clear_bucket(self.message, self.residuals, self.velocities, **places)
         return info
 
     def gather(self) -> None:
@@ -106,7 +106,7 @@ class Worker:
     def reduce(self) -> None:
         """Add the payloads of all ranks."""
         places = {"layout": self.layout, "members": self.members, **self.form}
-        ops.reduce_bucket(self.gathered, self.sums, 1.0 / RANKS, **places)
+        bucket_ops.reduce_bucket(self.gathered, self.sums, 1.0 / RANKS, **places)
 
 
 class PlainWorker:
@@ -273,7 +273,7 @@ class Partition:
 
     def select(self, gradients: list[torch.Tensor]) -> None:
         """Accumulate and select."""
-        found = ops.accumulate_partition(gradients, self.residuals, threshold=self.threshold, **self.options)
+        found = varying_ops.accumulate_partition(gradients, self.residuals, threshold=self.threshold, **self.options)
         self.threshold = found[2].item()
 
 
@@ -284,7 +284,7 @@ def measure_waiting() -> list[dict]:
     ks, partition = [top_k_count(size, 0.001) for size in RESNET50], Partition(residuals)
     for title, action in {
         "accumulate_partition": lambda: partition.select(source.parts),
-        "fit_thresholds": lambda: ops.fit_thresholds(residuals, ks, [2] * len(ks)),
+        "fit_thresholds": lambda: varying_ops.fit_thresholds(residuals, ks, [2] * len(ks)),
     }.items():
         for _ in range(SETTLE):
             source.next()

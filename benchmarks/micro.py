@@ -26,7 +26,7 @@ from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.partition import PredictedThreshold, partition, sketch_sample
 from hvd_sparse.reference.partition import make_sketch
 from hvd_sparse.threshold import ThresholdHint
-from hvd_sparse.torch import ops
+from hvd_sparse.torch import bucket_ops, ops, varying_ops
 
 N, DENSITY = 25_600_000, 0.001
 DROP = 30  # the step in which gradients become ten times smaller
@@ -50,7 +50,7 @@ class Rank:
         begin, end = partition(self.step, last, self.ranks, n)
         start = process_time()
         bar, share = self.threshold.plan(self.k, self.ranks)
-        indices, sketch, reached, _ = ops.accumulate_partition(
+        indices, sketch, reached, _ = varying_ops.accumulate_partition(
             [gradient],
             [self.residual],
             factors=[1.0],
@@ -84,7 +84,7 @@ def measure_selection(n: int, rounds: int, settle: int) -> list[str]:
     ranks = {size: Rank(n, size) for size in (2, 4, 8, 16)}
     plain, k, hint = torch.zeros(n), round(DENSITY * n), ThresholdHint()
     fused, layout = torch.zeros(n), BucketLayout([n], [k], [], False)
-    payload, hints = torch.empty(ops.payload_size(n, k), dtype=torch.uint8), ops.new_hints(1, torch.device("cpu"))
+    payload, hints = torch.empty(ops.payload_size(n, k), dtype=torch.uint8), bucket_ops.new_hints(1)
     seconds: dict = {name: [] for name in ("accumulate", "topk", "fused", *ranks)}
     for step in range(settle + rounds):
         gradient = pool[step * 31 % 997 :][:n] * torch.from_numpy(scale)
@@ -96,11 +96,11 @@ def measure_selection(n: int, rounds: int, settle: int) -> list[str]:
         hint.update(k, float(info[0]), int(info[1]))
         plain.index_fill_(0, indices, 0.0)
         packs = process_time()
-        ops.accumulate_bucket(
+        bucket_ops.accumulate_bucket(
             [gradient], [fused], layout=layout, out=payload, factors=[1.0], hints=hints, seed=step, members=[0]
         )
         packed = process_time()
-        ops.clear_bucket(payload, [fused], layout=layout, members=[0])
+        bucket_ops.clear_bucket(payload, [fused], layout=layout, members=[0])
         taken = {size: rank.select(gradient) for size, rank in ranks.items()}
         if step >= settle:
             seconds["accumulate"].append(accumulated - start)

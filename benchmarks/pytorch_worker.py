@@ -5,7 +5,7 @@ import torch
 from entries import draw_entries
 
 from hvd_sparse.buckets import BucketLayout
-from hvd_sparse.torch import ops
+from hvd_sparse.torch import bucket_ops, ops
 from hvd_sparse.torch.codecs import CODECS
 from hvd_sparse.torch.codecs.base import Arrival, Round
 from hvd_sparse.torch.error_feedback import make_error_feedback
@@ -45,7 +45,7 @@ class Worker:
         self.momentum = algorithm.local_momentum
         self.n, self.k = n, top_k_count(n, algorithm.schedule.density(0))
         self.memory = make_error_feedback(algorithm, torch.empty(1).expand(n), torch.device("cpu"))
-        self.hints = ops.new_hints(1)
+        self.hints = bucket_ops.new_hints(1)
         self.bytes = torch.zeros(payload_size(n, self.k), dtype=torch.uint8)
         self.out = torch.empty(n)
 
@@ -54,11 +54,11 @@ class Worker:
         buffers = [[buffer] for buffer in self.memory.destination() if buffer is not None]
         layout = BucketLayout([self.n], [self.k])
         options = {"layout": layout, "factors": [1.0], "hints": self.hints, **self.memory.rule()}
-        _, finite = ops.accumulate_bucket([gradient], *buffers, out=self.bytes, **options)
+        _, finite = bucket_ops.accumulate_bucket([gradient], *buffers, out=self.bytes, **options)
         if not finite.item():
             raise ValueError("the benchmark's gradient must be finite")
         residual, *velocity = self.memory.cleared()
-        ops.clear_bucket(self.bytes, [residual], velocity, layout=layout)
+        bucket_ops.clear_bucket(self.bytes, [residual], velocity, layout=layout)
 
     def compress_with_topk(self, gradient: torch.Tensor) -> None:
         """Do the same work with PyTorch operators. The payload has 32-bit indices."""

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from entries import draw_entries
 
-from hvd_sparse.tensorflow import ops
+from hvd_sparse.tensorflow import bucket_ops, ops
 from hvd_sparse.tensorflow.codecs import CODECS
 from hvd_sparse.tensorflow.codecs.base import Arrival, Round
 from hvd_sparse.tensorflow.error_feedback import make_error_feedback
@@ -57,11 +57,11 @@ class Worker:
         names, counts = ["benchmark"], tf.constant([self.k], tf.int64)
         buffers = [[buffer] for buffer in self.memory.destination() if buffer is not None]
         options = {"factors": tf.ones([1]), "ks": counts, "threshold_hints": self.hints.values(names, counts)}
-        payload, finite, info = ops.accumulate_bucket([gradient], *buffers, **options, **self.memory.rule())
+        payload, finite, info = bucket_ops.accumulate_bucket([gradient], *buffers, **options, **self.memory.rule())
         tf.debugging.Assert(finite[0], ["the benchmark's gradient must be finite"])
         self.hints.update(names, counts, info)
         residual, *velocity = self.memory.cleared()
-        ops.clear_bucket(payload, counts, False, [residual], velocity)
+        bucket_ops.clear_bucket(payload, counts, False, [residual], velocity)
         return payload
 
     def _compress_with_topk_once(self, gradient: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

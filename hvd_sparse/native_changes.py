@@ -54,7 +54,11 @@ def add_entries(indices: np.ndarray, values: np.ndarray, counts: np.ndarray) -> 
         values: float32[m].
         counts: int64[parts], how many entries each has.
 
-    Returns each index that occurs, ascending, and the sum of its values.
+    Returns:
+        Each index that occurs, ascending, int64[found], and the sum of its values, float32[found].
+
+    Raises:
+        ValueError: An array has another type or size, counts do not add up to m, or indices of a part do not ascend.
     """
     m = checked("indices", indices, np.int64).size
     checked("values", values, np.float32, m)
@@ -66,7 +70,18 @@ def add_entries(indices: np.ndarray, values: np.ndarray, counts: np.ndarray) -> 
 
 
 def find_common(indices: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return, bool[m], which indices, int64[m], are among others; both ascend."""
+    """Find out which indices are among others.
+
+    Args:
+        indices: int64[m], ascending.
+        others: int64[any number], ascending.
+
+    Returns:
+        bool[m].
+
+    Raises:
+        ValueError: An array has another type. The order is not checked.
+    """
     m, many = checked("indices", indices, np.int64).size, checked("others", others, np.int64).size
     common = np.empty(m, bool)
     call("find_common", address(indices), m, address(others), many, address(common))
@@ -100,7 +115,19 @@ def make_marks(n: int) -> np.ndarray:
 
 
 def apply_update(parameters: np.ndarray, indices: np.ndarray, values: np.ndarray) -> Changed:
-    """Subtract values from parameters at ascending indices, in place."""
+    """Subtract values from parameters at ascending indices, in place.
+
+    Args:
+        parameters: float32[n], changed.
+        indices: int64[m], strictly ascending in [0, n).
+        values: float32[m].
+
+    Returns:
+        The changed elements, for `set_clocks` and `mark_updates`.
+
+    Raises:
+        ValueError: An array has another type or size or is read-only, or indices do not ascend in [0, n).
+    """
     n = checked("parameters", parameters, np.float32).size
     check_changed("parameters", parameters, n)
     m = checked("indices", indices, np.int64).size
@@ -112,7 +139,19 @@ def apply_update(parameters: np.ndarray, indices: np.ndarray, values: np.ndarray
 
 
 def set_clocks(changed: Changed, clocks: np.ndarray, clock: int) -> None:
-    """Set the clocks, uint32[n], of what an update changed, in place."""
+    """Set the clocks of what an update changed, in place.
+
+    Args:
+        changed: A result of `apply_update` for n parameters.
+        clocks: uint32[n], changed.
+        clock: The new clock, in [0, 2^32).
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: An array has another type or size or is read-only, or a place is not below n.
+    """
     check_changed("clocks", clocks, dtype=np.uint32)
     n = clocks.size
     _check_update(changed, n)
@@ -120,7 +159,20 @@ def set_clocks(changed: Changed, clocks: np.ndarray, clock: int) -> None:
 
 
 def mark_updates(updates: Sequence[Changed], n: int, marks: np.ndarray) -> int:
-    """Mark what updates of n elements changed, beside what is marked already; return how many marks there are."""
+    """Mark what updates of n elements changed, beside what is marked already.
+
+    Args:
+        updates: Results of `apply_update` for n parameters.
+        n: Number of elements.
+        marks: uint64[(n + 63) // 64], changed; see `make_marks`.
+
+    Returns:
+        How many marks there are.
+
+    Raises:
+        ValueError: An array has another type or size or is read-only, or a place is not below n. Then nothing is
+            marked.
+    """
     _check_marks(marks, n)
     for update in updates:
         _check_update(update, n)
@@ -132,7 +184,19 @@ def mark_updates(updates: Sequence[Changed], n: int, marks: np.ndarray) -> int:
 
 
 def mark_changed_after(clocks: np.ndarray, clock: int, marks: np.ndarray) -> int:
-    """Mark the clocks, uint32[n], that are above a clock, and nothing else; return how many there are."""
+    """Mark the clocks that are above a clock, and nothing else.
+
+    Args:
+        clocks: uint32[n].
+        clock: In [0, 2^32).
+        marks: uint64[(n + 63) // 64], changed.
+
+    Returns:
+        How many marks there are.
+
+    Raises:
+        ValueError: An array has another type or size or is read-only.
+    """
     n, marked = checked("clocks", clocks, np.uint32).size, ctypes.c_int64()
     _check_marks(marks, n)
     call("mark_changed_after", address(clocks), n, clock, address(marks), ctypes.byref(marked))
@@ -140,7 +204,23 @@ def mark_changed_after(clocks: np.ndarray, clock: int, marks: np.ndarray) -> int
 
 
 def pack_marked(marks: np.ndarray, values: np.ndarray, k: int, coding: str, payload: np.ndarray) -> None:
-    """Write the payload, uint8[payload_size], of the k of values, float32[n], that are marked: that of `pack`."""
+    """Write the payload of the values that are marked: that of `native.pack`.
+
+    Args:
+        marks: uint64[(n + 63) // 64].
+        values: float32[n].
+        k: Number of marks, at least 1.
+        coding: As in `native.pack`.
+        payload: uint8[payload_size], written.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: An array has another type or size, the payload or the marks are read-only, k is not the number of
+            marks, an element from n on is marked, or the coding is unknown.
+        TypeError: k is no integer.
+    """
     n = checked("values", values, np.float32).size
     _check_marks(marks, n)
     check_changed("payload", payload, payload_size(n, k, coding), np.uint8)
@@ -166,7 +246,7 @@ def select_marked(
     seed: int = 0,
     floor: float = SMALLEST,
 ) -> Marked:
-    """Select among marked elements the k largest of minuend - subtrahend, float32[n] both, that reach a floor.
+    """Select among marked elements the k largest of minuend - subtrahend that reach a floor.
 
     All of them if there are fewer. Takes away the marks of numbers below the floor. If at least k reach it, and all
     that do are marked, the result is that of `select_top_k_of_difference`.
@@ -179,6 +259,13 @@ def select_marked(
         part: Elements [begin, end) to look at; None: all.
         seed: Breaks ties.
         floor: A magnitude above 0.
+
+    Returns:
+        The selected indices and differences, and numbers for the next selection: see `Marked`.
+
+    Raises:
+        ValueError: An array has another type or size, the marks are read-only, or k, the part or the floor is out of
+            range.
     """
     n = checked("minuend", minuend, np.float32).size
     checked("subtrahend", subtrahend, np.float32, n)
@@ -202,7 +289,23 @@ def add_marked(
     values: np.ndarray,
     floor: float = SMALLEST,
 ) -> None:
-    """Add values to subtrahend at indices; take away the marks where minuend - subtrahend is then below the floor."""
+    """Add values to subtrahend at indices; take away the marks where minuend - subtrahend is then below the floor.
+
+    Args:
+        subtrahend: float32[n], changed.
+        minuend: float32[n].
+        marks: uint64[(n + 63) // 64], changed.
+        indices: int64[m], in [0, n).
+        values: float32[m].
+        floor: A magnitude above 0.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: An array has another type or size or is read-only, or an index or the floor is out of range. Then
+            nothing has changed.
+    """
     n = checked("minuend", minuend, np.float32).size
     check_changed("subtrahend", subtrahend, n)
     _check_marks(marks, n)
@@ -215,7 +318,19 @@ def add_marked(
 def select_top_k_of_difference(
     minuend: np.ndarray, subtrahend: np.ndarray, k: int, seed: int = 0, threshold_hint: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Do `select_top_k` of minuend - subtrahend, float32[n] both, without keeping the difference."""
+    """Do `native.select_top_k` of minuend - subtrahend, without keeping the difference.
+
+    Args:
+        minuend: float32[n].
+        subtrahend: float32[n].
+        k, seed, threshold_hint: As in `native.select_top_k`.
+
+    Returns:
+        As `native.select_top_k`: indices, int64[k]; the differences there, float32[k]; and its two numbers, float64[2].
+
+    Raises:
+        ValueError: k is out of range, or an array has another type or size.
+    """
     n = checked("minuend", minuend, np.float32).size
     checked("subtrahend", subtrahend, np.float32, n)
     check_count(k, n)
@@ -226,9 +341,19 @@ def select_top_k_of_difference(
 
 
 def subtract(minuend: np.ndarray, subtrahend: np.ndarray) -> np.ndarray:
-    """Return the difference of float32 arrays as the core has it: what overflows is infinite or NaN, without a warning.
+    """Return the difference of arrays as the core has it: what overflows is infinite or NaN, without a warning.
 
     Whoever receives such a difference refuses it: the training has diverged.
+
+    Args:
+        minuend: float32[n].
+        subtrahend: float32[n].
+
+    Returns:
+        float32[n].
+
+    Raises:
+        ValueError: The sizes do not fit together.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         return minuend - subtrahend

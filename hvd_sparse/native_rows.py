@@ -50,8 +50,18 @@ def select_top_k_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Mask the k entries of largest magnitude of each row, exactly k in every row, NaN first.
 
-    Returns (mask bool[B, f], thresholds float64[B]: the magnitude of the k-th entry, NaN if that is NaN). ValueError
-    unless 1 <= k <= f.
+    Args:
+        values: A matrix [B, f] of float32, float64, float16 or bfloat16, contiguous.
+        k: Number of entries of each row, in [1, f].
+        seed: Of the hash of the column that breaks ties.
+        value_dtype: "bfloat16" if values are uint16 with the bits of bfloat16; None: the dtype of values.
+
+    Returns:
+        The mask, bool[B, f]; and thresholds, float64[B]: the magnitude of the k-th entry, NaN if that is NaN.
+
+    Raises:
+        ValueError: k is out of range, or values are no such matrix.
+        TypeError: k is no integer.
     """
     matrix, _ = _matrix(values, value_dtype)
     mask, thresholds = np.empty(values.shape, np.bool_), np.empty(matrix.rows)
@@ -61,7 +71,18 @@ def select_top_k_rows(
 
 
 def laplace_threshold_rows(values: np.ndarray, density: float, value_dtype: str | None = None) -> np.ndarray:
-    """Return float64[B]: for each row the magnitude that a part `density` of a Laplace distribution reaches."""
+    """Return for each row the magnitude that a part `density` of a Laplace distribution reaches.
+
+    Args:
+        values, value_dtype: As in `select_top_k_rows`.
+        density: In (0, 1].
+
+    Returns:
+        float64[B].
+
+    Raises:
+        ValueError: The density is out of range, or values are no such matrix.
+    """
     matrix, _ = _matrix(values, value_dtype)
     thresholds = np.empty(matrix.rows)
     call("laplace_threshold_rows", ctypes.byref(matrix), density, address(thresholds))
@@ -69,9 +90,17 @@ def laplace_threshold_rows(values: np.ndarray, density: float, value_dtype: str 
 
 
 def filter_threshold_rows(values: np.ndarray, thresholds: np.ndarray, value_dtype: str | None = None) -> np.ndarray:
-    """Return a mask, bool[B, f], of NaN and of nonzero elements that reach their row's threshold (as float64).
+    """Mask NaN and nonzero elements that reach their row's threshold (as float64).
 
-    thresholds: float64[B], or [1] for all rows.
+    Args:
+        values, value_dtype: As in `select_top_k_rows`.
+        thresholds: float64[B], or [1] for all rows; at least 0.
+
+    Returns:
+        The mask, bool[B, f].
+
+    Raises:
+        ValueError: A threshold is negative or NaN, their number differs, or values are no such matrix.
     """
     matrix, _ = _matrix(values, value_dtype)
     bars = checked("thresholds", np.require(np.atleast_1d(thresholds), np.float64, ["C", "A"]), np.float64)
@@ -81,16 +110,37 @@ def filter_threshold_rows(values: np.ndarray, thresholds: np.ndarray, value_dtyp
 
 
 def pack_rows(values: np.ndarray, mask: np.ndarray, coding: str = "auto", value_dtype: str | None = None) -> np.ndarray:
-    """Return the payload, uint8[bytes], of the elements that a mask selects: positions and values of the matrix' type.
+    """Return the payload of the elements that a mask selects: positions and values of the matrix' type.
 
     It is a payload of k of n = B * f elements; if the mask selects none, an empty one with k = 1.
+
+    Args:
+        values, value_dtype: As in `select_top_k_rows`.
+        mask: bool[B, f], contiguous.
+        coding: "run_length", "elias_fano", "bitmap", "auto", or with k = n "dense".
+
+    Returns:
+        uint8[bytes]; `hvd_sparse.wire.payload_size` has the size.
+
+    Raises:
+        ValueError: Values or mask are no such matrix or differ in shape, there are no rows, or the coding is unknown.
     """
     kept = max(1, _count_kept(mask))
     return _pack("pack_rows", values, mask, (values.size, kept, coding), value_dtype)
 
 
 def pack_kept(values: np.ndarray, mask: np.ndarray, value_dtype: str | None = None) -> np.ndarray:
-    """Return the payload, uint8[bytes], of the values that a mask selects, without positions."""
+    """Return the payload of the values that a mask selects, without positions: for a receiver that has the mask.
+
+    Args:
+        values, mask, value_dtype: As in `pack_rows`.
+
+    Returns:
+        uint8[bytes], a dense payload; if the mask selects none, an empty one with n = 1.
+
+    Raises:
+        ValueError: Values or mask are no such matrix, or differ in shape.
+    """
     kept = max(1, _count_kept(mask))
     return _pack("pack_kept", values, mask, (kept, kept, "dense"), value_dtype)
 
@@ -103,9 +153,23 @@ def unpack_rows(
     coding: str = "auto",
     wide: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Check a `pack_rows` payload of k of B * f entries; return (values[B, f], zero elsewhere; mask bool[B, f]).
+    """Check a payload of `pack_rows`, and return its entries.
 
-    Values are float32, float64 for that type; if not `wide`, of the payload's own type, bfloat16 as uint16 of its bits.
+    Args:
+        payload: uint8[payload_size].
+        shape: [B, f].
+        k: Entries that the payload has room for, from 1 to B * f.
+        value_dtype: "float32", "float64", "float16" or "bfloat16", the type of the matrix.
+        coding: As in `pack_rows`.
+        wide: If true, values are float32, float64 for that type; else of the payload's own type, bfloat16 as uint16 of
+            its bits.
+
+    Returns:
+        Values [B, f], zero where there is no entry; and the mask of the entries, bool[B, f].
+
+    Raises:
+        ValueError: The payload is damaged or of another format, or an argument is out of range or unknown.
+        TypeError: A size is no integer.
     """
     checked("payload", payload, np.uint8)
     rows, columns = (checked_integer("shape", side, 0) for side in shape)
@@ -119,7 +183,19 @@ def unpack_rows(
 
 
 def unpack_kept(payload: np.ndarray, mask: np.ndarray, value_dtype: str, wide: bool = True) -> np.ndarray:
-    """Check a `pack_kept` payload; return its values where the mask keeps, zero elsewhere, typed as `unpack_rows`."""
+    """Check a payload of `pack_kept`, and return its values where the mask keeps.
+
+    Args:
+        payload: uint8[payload_size].
+        mask: bool[B, f], contiguous, equal to the one that it was packed with.
+        value_dtype, wide: As in `unpack_rows`.
+
+    Returns:
+        Values [B, f], zero elsewhere, typed as in `unpack_rows`.
+
+    Raises:
+        ValueError: The payload is damaged, of another format, or has another number of values than the mask keeps.
+    """
     checked("payload", payload, np.uint8)
     found = _found_type(value_dtype, wide)
     _check_mask(mask)

@@ -57,10 +57,8 @@ LOW_BITS = {"int2": 2, "int1": 1}  # bits an entry, and levels a group
 LEVEL_BYTES = 4
 LEVELS = ("mean", "min")
 
-
-Segments = (
-    Sequence[tuple[int, int]] | None
-)  # (begin, channels) of each; an array [segments, 2] will do; None: one group
+# (begin, channels) of each segment; an array [segments, 2] will do. None: all elements are one group.
+Segments = Sequence[tuple[int, int]] | None
 
 
 class PayloadLayout(NamedTuple):
@@ -108,9 +106,16 @@ def payload_layout(
 ) -> PayloadLayout:
     """Return the offsets of the sections of a payload of k of n elements.
 
-    Raises ValueError unless 1 <= k <= n, coding and value_dtype are known, k = n if coding is "dense", and the
-    segments begin at 0, ascend below n, and have at least 1 channel and at most as many as elements; TypeError if n or
-    k is no integer.
+    Args:
+        n, k, coding, value_dtype, segments: As in `payload_size`.
+
+    Returns:
+        The coding, which is not "auto", and the offsets in bytes.
+
+    Raises:
+        TypeError: n or k is no integer.
+        ValueError: k is not in [1, n], coding or value_dtype is unknown, k is not n though coding is "dense", or the
+            segments do not begin at 0, do not ascend below n, or one has less than 1 channel or more than elements.
     """
     n = checked_integer("n", n, 1)
     k = checked_integer("k", k, 1)
@@ -135,17 +140,39 @@ def payload_layout(
 def largest_payload(
     n: int, k: int, coding: str = "run_length", value_dtype: str = "float32", segments: Segments = None
 ) -> int:
-    """Return an upper bound in bytes, a multiple of 8, for payloads of up to k of n elements.
+    """Return an upper bound for payloads of up to k of n elements.
 
     A payload grows with its entries, except for the padding of its sections, and except that with "auto" a payload of
     all elements has no positions: with fewer, they take up to a bit for each element.
+
+    Args:
+        n, k, coding, value_dtype, segments: As in `payload_size`.
+
+    Returns:
+        The size in bytes, a multiple of 8.
+
+    Raises:
+        TypeError: n or k is no integer.
+        ValueError: A value is out of range or unknown, or the segments do not fit.
     """
     bitmap = round_up(-(-n // 8), PAYLOAD_ALIGNMENT) if coding == "auto" and k == n else 0
     return payload_size(n, k, coding, value_dtype, segments) + bitmap + 8 * PAYLOAD_ALIGNMENT
 
 
 def positions_size(coding: str, n: int, k: int) -> int:
-    """Return the size in bytes of the positions of k of n elements."""
+    """Return the size of the positions of k of n elements.
+
+    Args:
+        coding: "run_length", "elias_fano", "bitmap" or "dense".
+        n: Number of elements.
+        k: Number of entries, from 1 to n.
+
+    Returns:
+        The size in bytes, before the padding that follows.
+
+    Raises:
+        Nothing: the arguments are not checked.
+    """
     if coding == "run_length":
         bitmap_bytes = -(-block_count(n) // 8) if k >= BLOCK else 0
         return round_up(2 * block_count(n) + bitmap_bytes, 2) + 2 * k
@@ -157,12 +184,35 @@ def positions_size(coding: str, n: int, k: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def elias_fano_low_bits(n: int, k: int) -> int:
-    """Return the smallest number of low bits that minimizes the code's length, k * low + ((n - 1) >> low) + k bits."""
+    """Return the smallest number of low bits that minimizes the code's length, k * low + ((n - 1) >> low) + k bits.
+
+    Args:
+        n: Number of elements, at least 1.
+        k: Number of entries, from 1 to n.
+
+    Returns:
+        The number of low bits of each index.
+
+    Raises:
+        Nothing: the arguments are not checked.
+    """
     return min(range((n - 1).bit_length() + 1), key=lambda low: k * low + ((n - 1) >> low))
 
 
 def resolve_coding(coding: str, n: int, k: int) -> str:
-    """Return the coding that "auto" stands for; other codings unchanged."""
+    """Return the coding that "auto" stands for; other codings unchanged.
+
+    Args:
+        coding: As in `payload_size`.
+        n: Number of elements.
+        k: Number of entries, from 1 to n.
+
+    Returns:
+        "auto" is "dense" if k = n; else the smaller one of "bitmap" and "elias_fano", "bitmap" if they are equal.
+
+    Raises:
+        Nothing: the arguments are not checked.
+    """
     if coding != "auto":
         return coding
     if k == n:
@@ -179,7 +229,19 @@ def _values_form(n: int, k: int, value_dtype: str, segments: Segments) -> tuple[
 
 
 def group_count(segments: Segments, n: int) -> int:
-    """Return the number of groups in n elements; ValueError, as above, for segments that do not fit."""
+    """Return the number of groups in n elements.
+
+    Args:
+        segments: As in `payload_size`.
+        n: Number of elements.
+
+    Returns:
+        The sum of the segments' channels; 1 without segments.
+
+    Raises:
+        ValueError: The segments do not begin at 0, do not ascend below n, or one has less than 1 channel or more than
+            elements.
+    """
     if segments is None or len(segments) == 0:
         return 1
     begins = [int(begin) for begin, _ in segments]
@@ -213,9 +275,17 @@ def payload_size(
 
 
 def entries_of(payload, n: int) -> int:
-    """Return the number of entries of a payload, from its header; payload: uint8[bytes], of n elements.
+    """Return the number of entries of a payload, from its header.
 
-    Raises ValueError if the header is incomplete, or has more than n entries.
+    Args:
+        payload: uint8[bytes], or bytes.
+        n: Number of elements of the tensor.
+
+    Returns:
+        The number of entries, 0 if it was packed without.
+
+    Raises:
+        ValueError: The header is incomplete, or has more than n entries.
     """
     header = bytes(payload[:HEADER_BYTES])
     if len(header) < HEADER_BYTES:
@@ -230,21 +300,32 @@ def compression_ratio(n: int, k: int, coding: str = "run_length", value_dtype: s
     """Return by what factor a payload is smaller than the dense tensor (Deep Gradient Compression, section 4).
 
     Args:
-        n: As in `payload_size`; likewise the other arguments.
-        k: Number of entries of the payload.
-        coding: Coding of positions.
-        value_dtype: Type of the values.
+        n: Number of elements of the tensor, at least 1.
+        k: Number of entries of the payload, from 1 to n.
+        coding: Coding of positions, as in `payload_size`.
+        value_dtype: Type of the values, as in `payload_size`.
 
     Returns:
         The bytes of n float32 / the bytes of the payload.
 
     Raises:
-        TypeError: As `payload_size`.
-        ValueError: As `payload_size`.
+        TypeError: `n` or `k` is no integer.
+        ValueError: A value is out of range or unknown.
     """
     return 4.0 * n / payload_size(n, k, coding, value_dtype)
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `number`."""
+    """Return the smallest multiple of `multiple` that is at least `number`.
+
+    Args:
+        number: An integer.
+        multiple: Above 0.
+
+    Returns:
+        An integer.
+
+    Raises:
+        ZeroDivisionError: `multiple` is 0.
+    """
     return -(-number // multiple) * multiple

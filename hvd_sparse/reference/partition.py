@@ -29,7 +29,7 @@ def accumulate_partition(
 ) -> tuple[np.ndarray, np.ndarray, float, np.ndarray]:
     """Accumulate, and select in elements [begin, end) of the vector that float32 residuals are parts of.
 
-    See `hvd_sparse.torch.ops.accumulate_partition`. Returns indices, sketch, threshold, and bool[members].
+    See `hvd_sparse.torch.varying_ops.accumulate_partition`. Returns indices, sketch, threshold, and bool[members].
     """
     finite, part = [], np.zeros(end - begin, np.float32)
     for gradient, residual, factor, first in zip(gradients, residuals, factors, begins, strict=True):

@@ -1,6 +1,6 @@
 """hvd_sparse for TensorFlow: `hvd.DistributedGradientTape(tape, compression=Compression.dgc(model))`.
 
-`hvd_sparse.tensorflow.ops`, the native operators, need no Horovod; the compressors do, and load it when first named.
+`ops` and `*_ops`, the native operators, need no Horovod; the compressors do, and load it when first named.
 """
 
 import importlib

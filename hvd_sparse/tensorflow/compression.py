@@ -195,15 +195,15 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
     def log_to(self, writer, every: int = 1, prefix: str = "compression") -> None:
         """Report the numbers of each step to a logger: ratio, density, bytes, residual norm.
 
+        Each rank reports its own numbers. Call it on every rank, with None on ranks without a log: Horovod needs the
+        same graph on all ranks.
+
         Args:
             writer: A `SummaryWriter` of torch.utils.tensorboard, a writer of `tf.summary.create_file_writer`, or a
                 function of a dict {name: number} and a step, such as `wandb.log` or `mlflow.log_metrics`. None: log
                 nothing.
             every: Report every so many optimizer steps. The residual norm takes a pass over the residuals.
             prefix: Prefix of the names: `{prefix}/ratio`, `{prefix}/density` and so on.
-
-        Each rank reports its own numbers. Call it on every rank, with None on ranks without a log: Horovod needs the
-        same graph on all ranks.
 
         Raises:
             TypeError: The writer is none of these.

@@ -260,7 +260,7 @@ def destinations(feedback: list[ErrorFeedback]) -> list[list]:
 
 
 def decays(feedback: list[ErrorFeedback], units: Units) -> list[float]:
-    """Return the weight decays in the form of `ops.accumulate_bucket`."""
+    """Return the weight decays in the form of `bucket_ops.accumulate_bucket`."""
     return [units.decay(one.weight_decay) for one in feedback]
 
 

@@ -27,7 +27,7 @@ from hvd_sparse.threshold import (
 )
 
 NEVER = np.finfo(np.float64).max  # no float32 reaches it; tf.debugging.enable_check_numerics() refuses infinity
-FilterArguments = dict[str, tf.Tensor]  # those of `ops.filter_bucket`: thresholds, ks, and stages if any
+FilterArguments = dict[str, tf.Tensor]  # those of `varying_ops.filter_bucket`: thresholds, ks, and stages if any
 
 
 class ThresholdHints:
@@ -114,7 +114,7 @@ class KeptThresholds:
         return {"thresholds": thresholds, "ks": tf.where(self._due, counts, tf.zeros_like(counts))}
 
     def learn(self, names: list[str], counts, infos: tf.Tensor, is_active) -> list[tf.Operation]:
-        """Store the refreshed thresholds, after `plan` in the same trace; infos: from `ops.filter_bucket`.
+        """Store the refreshed thresholds, after `plan` in the same trace; infos: from `varying_ops.filter_bucket`.
 
         A threshold whose count has left the band is refreshed in the next step.
         """

@@ -1,6 +1,6 @@
 """hvd_sparse for PyTorch: `hvd.DistributedOptimizer(..., compression=Compression.dgc(model.named_parameters()))`.
 
-`hvd_sparse.torch.ops`, the native operators, need no Horovod; the compressors do, and load it when first named.
+`ops` and `*_ops`, the native operators, need no Horovod; the compressors do, and load it when first named.
 """
 
 import importlib

@@ -97,13 +97,13 @@ class Compressor(abc.ABC):
     def log_to(self, writer, every: int = 1, prefix: str = "compression") -> None:
         """Report the numbers of each step to a logger: ratio, density, bytes, residual norm, seconds.
 
+        Each rank reports its own numbers: call it on rank 0 only, or on every rank with its own writer.
+
         Args:
             writer: A `SummaryWriter` of torch.utils.tensorboard, a writer of `tf.summary.create_file_writer`, or a
                 function of a dict {name: number} and a step, such as `wandb.log` or `mlflow.log_metrics`. None: stop.
             every: Report every so many optimizer steps. The residual norm takes a pass over the residuals.
             prefix: Prefix of the names: `{prefix}/ratio`, `{prefix}/density` and so on.
-
-        Each rank reports its own numbers: call it on rank 0 only, or on every rank with its own writer.
 
         Raises:
             TypeError: The writer is none of these.

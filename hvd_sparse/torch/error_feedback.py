@@ -298,14 +298,14 @@ def make_error_feedback(
 
 
 def destinations(feedback: Iterable[ErrorFeedback]) -> list[list[torch.Tensor]]:
-    """Return lists of residuals, velocities and parameters for `ops.accumulate_bucket`; empty where unused."""
+    """Return lists of residuals, velocities and parameters for `bucket_ops.accumulate_bucket`; empty where unused."""
     columns = zip(*(one.destination() for one in feedback), strict=True)
     lists = [[UNREAD if one is None else one for one in column] for column in columns] or [[], [], []]
     return [[] if all(one is UNREAD for one in column) else column for column in lists]
 
 
 def decays(feedback: Iterable[ErrorFeedback], units: Units) -> list[float]:
-    """Return the weight decays in the form of `ops.accumulate_bucket`."""
+    """Return the weight decays in the form of `bucket_ops.accumulate_bucket`."""
     return [units.decay(one.weight_decay) for one in feedback]
 
 

@@ -1,26 +1,26 @@
-"""Typed calls into the native operators, `torch.ops.hvd_sparse.*`: all on CPU tensors, most also on CUDA tensors.
+"""Typed calls into the native operators on single tensors, `torch.ops.hvd_sparse.*`, on CPU and CUDA tensors.
 
-What a function computes is specified by the one of the same name in `hvd_sparse.reference`, in NumPy; the `*_bucket`
-functions do the same for several tensors in one call. Bad arguments and damaged payloads raise ValueError. Values may
-be float32, float64, float16 or bfloat16 and of any shape: they are read flattened, in row-major order. A seed is any
-integer that fits 64 bits. `segments`, int64[segments, 2], lists the groups of elements that share the quantization
-levels of low-bit values, see `hvd_sparse.wire`; None: all elements are one group. Autograd sees no change in place.
+What a function computes is specified by the one of the same name in `hvd_sparse.reference`, in NumPy; `bucket_ops` and
+`varying_ops` do the same for several tensors in one call. Bad arguments and damaged payloads raise ValueError. Values
+may be float32, float64, float16 or bfloat16 and of any shape: they are read flattened, in row-major order. A seed is
+any integer that fits 64 bits. `segments` lists the groups of elements that share the quantization levels of low-bit
+values, see `hvd_sparse.wire`. Autograd sees no change in place.
 
-All tensors of a call are on one device, and so are the results; only `segments` is always on the CPU. docs/cuda.md
-lists the differences on CUDA devices: above all, damage is recorded (`take_decode_status`) instead of raised.
+All tensors of a call are on one device, and so are the results; only `segments` and the places of located payloads are
+always on the CPU. docs/cuda.md lists the differences on CUDA devices: above all, damage is recorded
+(`take_decode_status`) instead of raised.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.library import find_library, has_cuda
-from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import fakes
 
 torch.ops.load_library(find_library("torch"))
-_ops = torch.ops.hvd_sparse
+fakes.register(with_cuda=has_cuda("torch"))
+_ops = torch.ops.hvd_sparse  # of `bucket_ops`, `varying_ops` and `row_ops`, too
 
 _CHECKS = "magic, version, coding, value dtype, reserved field, element count n, entries, checksum, positions"
 FAILED_CHECKS = tuple(_CHECKS.split(", "))  # as `take_decode_status` numbers them, from 1
@@ -32,13 +32,8 @@ def _signed(seed: int) -> int:
 
 
 def _of_each(weight_decay: float | Sequence[float], members: Sequence) -> Sequence[float]:
-    """Return one weight decay for each member."""
+    """Return one weight decay for each member of a bucket."""
     return [weight_decay] * len(members) if isinstance(weight_decay, int | float) else weight_decay
-
-
-def _numbers(layout: BucketLayout, members: Sequence[int] | None) -> tuple:
-    """Return a layout and the numbers of the members in a call, in the form that the operators expect."""
-    return (*layout, list(range(len(layout.sizes))) if members is None else members)
 
 
 def accumulate(
@@ -52,14 +47,29 @@ def accumulate(
     nesterov: bool = False,
     weight_decay: float = 0.0,
 ) -> torch.Tensor:
-    """Accumulate a gradient of n elements in `residual` and `velocity`, float32[n], in place, in one pass.
+    """Accumulate a gradient of n elements in `residual` and `velocity`, in place, in one pass.
 
     g is the gradient in float32, with zeros for elements that are not finite, times factor, plus weight_decay *
-    parameter (float32[n]). Where g overflows, it is zero too, and the gradient counts as not finite. Without a
-    velocity: residual += g. With one: velocity = momentum * velocity + g and residual += velocity; with nesterov,
-    velocity = momentum * (velocity + g) and residual += velocity, then += g. A velocity below the smallest normal
-    float32 is zero. Where this overflows, both buffers keep their values, and the gradient counts as not finite. Every
-    product and sum is rounded. Returns whether the gradient was finite everywhere, a bool scalar tensor.
+    parameter. Where g overflows, it is zero too. Without a velocity: residual += g. With one: velocity = momentum *
+    velocity + g and residual += velocity; with nesterov, velocity = momentum * (velocity + g) and residual += velocity,
+    then += g. A velocity below the smallest normal float32 is zero. Where this overflows, both buffers keep their
+    values. Every product and sum is rounded.
+
+    Args:
+        gradient: float32, float64, float16 or bfloat16; n elements in any shape.
+        residual: float32, n elements, contiguous; changed.
+        velocity: float32, n elements, contiguous; changed. None: no momentum.
+        parameter: float32, n elements, contiguous; only read with weight decay.
+        factor: Of the gradient.
+        momentum: Of the velocity, in [0, 1).
+        nesterov: Whether the momentum is Nesterov's.
+        weight_decay: Factor of the parameter.
+
+    Returns:
+        A bool scalar: whether all elements of the gradient, and all updates, were finite.
+
+    Raises:
+        ValueError: A tensor has another type, size or device or is not contiguous, or weight decay lacks the parameter.
     """
     return _ops.accumulate(gradient, residual, velocity, parameter, factor, momentum, nesterov, weight_decay)
 
@@ -69,22 +79,57 @@ def select_top_k(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Select exactly the k elements of largest magnitude.
 
-    A seeded hash of the index breaks ties. The hint, a guess at the threshold, changes the cost but never the result.
-    Returns ascending indices int64[k], values[k], and float64[2]: the smallest selected magnitude, and the number of
-    elements that reached the hint (exact up to 2k; below k, the data was read a second time).
+    Args:
+        values: float32, float64, float16 or bfloat16; n elements in any shape.
+        k: Number of elements, in [1, n].
+        seed: Of the hash of the index that breaks ties.
+        threshold_hint: A guess at the smallest selected magnitude; 0.0: none. It changes the cost, never the result.
+
+    Returns:
+        Ascending indices, int64[k]; values[indices]; and float64[2]: the smallest selected magnitude, and the number of
+        elements that reached the hint (exact up to 2k; below k, the data was read a second time).
+
+    Raises:
+        ValueError: k is out of range, or values have another type.
     """
     return _ops.select_top_k(values, k, _signed(seed), threshold_hint)
 
 
 def filter_threshold(values: torch.Tensor, threshold: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select every element whose magnitude is at least `threshold`: ascending indices int64[m], values[m]."""
+    """Select every element whose magnitude is at least a threshold; never NaN.
+
+    Args:
+        values: float32, float64, float16 or bfloat16; n elements in any shape.
+        threshold: At least 0.
+
+    Returns:
+        Ascending indices, int64[m], and values[indices].
+
+    Raises:
+        ValueError: The threshold is negative or NaN, or values have another type.
+    """
     return _ops.filter_threshold(values, threshold)
 
 
 def select_threshold(
     values: torch.Tensor, k: int, method: str = "exact", sample_fraction: float = 0.005, seed: int = 0
 ) -> torch.Tensor:
-    """Return, as a float64 scalar tensor, a threshold that k elements reach: "exact", or "sampled" (DGC, section 5)."""
+    """Return a threshold that k elements reach; "sampled" (Deep Gradient Compression, section 5): about k.
+
+    Args:
+        values: float32, float64, float16 or bfloat16; n elements in any shape.
+        k: Number of elements, in [1, n].
+        method: "exact": the k-th largest magnitude; "sampled": the same quantile of a sample.
+        sample_fraction: Part of the elements in the sample, in (0, 1]. Small samples are made larger; where they would
+            have half of the elements, all are read.
+        seed: Of the sample.
+
+    Returns:
+        A float64 scalar. NaN counts as magnitude 0.
+
+    Raises:
+        ValueError: The method is unknown, a number is out of range, or values have another type.
+    """
     return _ops.select_threshold(values, k, method, sample_fraction, _signed(seed))
 
 
@@ -96,7 +141,17 @@ def all_finite(values: torch.Tensor) -> torch.Tensor:
 def payload_size(
     n: int, k: int, coding: str = "run_length", value_dtype: str = "float32", segments: torch.Tensor | None = None
 ) -> int:
-    """Return the size in bytes of the payload of k of n elements."""
+    """Return the size of the payload of k of n elements.
+
+    Args:
+        n, k, coding, value_dtype, segments: As in `pack`.
+
+    Returns:
+        The size in bytes, a multiple of 8.
+
+    Raises:
+        ValueError: A number is out of range, a name is unknown, or the segments do not fit.
+    """
     return _ops.payload_size(n, k, coding, value_dtype, segments)
 
 
@@ -110,7 +165,25 @@ def pack(
     value_dtype: str = "float32",
     segments: torch.Tensor | None = None,
 ) -> None:
-    """Write the payload of k entries, or of none, into `out`, uint8[payload_size]."""
+    """Write the payload of k of n elements, or of none, in the format of `hvd_sparse.wire`.
+
+    Args:
+        indices: int64[k], strictly ascending in [0, n); or int64[0].
+        values: float32, as many as indices; float64 for value_dtype "float64"; for low-bit types a result of
+            `quantize`.
+        n: Elements of the tensor.
+        k: Entries that the payload has room for, from 1 to n.
+        out: uint8[payload_size], written.
+        coding: "run_length", "elias_fano", "bitmap", "dense" or "auto".
+        value_dtype: As in `quantize`.
+        segments: As in `quantize`.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: An argument is out of range, unknown or of another type or size, or indices do not ascend.
+    """
     _ops.pack(indices, values, n, k, out, coding, value_dtype, segments)
 
 
@@ -122,7 +195,19 @@ def unpack(
     value_dtype: str = "float32",
     segments: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check a payload, uint8[payload_size], and return its indices int64 and values float32 (or float64)."""
+    """Check a payload, and return its entries.
+
+    Args:
+        payload: uint8[payload_size].
+        n, k, coding, value_dtype, segments: As in `pack`, equal to those that it was packed with.
+
+    Returns:
+        Ascending indices, int64[k], and values, float32[k] (float64[k] for that type); both are empty if it was packed
+        without entries.
+
+    Raises:
+        ValueError: The payload is damaged or of another format; also on a CUDA device.
+    """
     return _ops.unpack(payload, n, k, coding, value_dtype, segments)
 
 
@@ -137,41 +222,23 @@ def reduce_payloads(
     value_dtype: str = "float32",
     segments: torch.Tensor | None = None,
 ) -> None:
-    """Set `out`, float32[n], to scale times the sum, in rank order, of the payloads at gathered[:, offset:].
+    """Set `out` to scale times the sum, in rank order, of the payloads of all ranks.
 
-    `gathered`: uint8[ranks, bytes]. Every payload is checked before `out` is touched.
+    Args:
+        gathered: uint8[ranks, bytes], a message of each rank.
+        offset: Where the payload begins in each message, in bytes.
+        n, k, coding, value_dtype, segments: As in `pack`, equal to those that the payloads were packed with.
+        out: float32, n elements, contiguous; written.
+        scale: Of the sum.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: A tensor has another type or size, or a payload is damaged or of another format: the message names
+            its rank. Every payload is checked before `out` is touched.
     """
     _ops.reduce_payloads(gathered, offset, n, k, out, scale, coding, value_dtype, segments)
-
-
-def locate_payloads(
-    gathered: torch.Tensor,
-    ns: list[int],
-    ranks: int,
-    coding: str = "run_length",
-    value_dtype: str = "float32",
-    channels: Sequence[int] = (),
-) -> torch.Tensor:
-    """Find payloads whose numbers of entries differ between ranks; int64[2, ranks, len(ns)]: byte offsets, and k.
-
-    `gathered`, uint8[bytes]: for each rank, one payload for each size in `ns`. `channels`: for low-bit values, the
-    number of groups of each tensor; empty for other values. k: the payload's number of entries, at least 1.
-    """
-    return _ops.locate_payloads(gathered, ns, ranks, coding, value_dtype, channels)
-
-
-def reduce_located(
-    gathered: torch.Tensor,
-    places: torch.Tensor,
-    n: int,
-    out: torch.Tensor,
-    scale: float = 1.0,
-    coding: str = "run_length",
-    value_dtype: str = "float32",
-    segments: torch.Tensor | None = None,
-) -> None:
-    """Do `reduce_payloads` at the offsets and with the k of `locate_payloads`: contiguous places int64[2, ranks]."""
-    _ops.reduce_located(gathered, places, n, out, scale, coding, value_dtype, segments)
 
 
 def quantize(
@@ -181,172 +248,23 @@ def quantize(
     indices: torch.Tensor | None = None,
     segments: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the float32 values that a receiver decodes when `values` are sent as `value_dtype`.
-
-    "int2" and "int1" send signs and a quantization level, the "mean" or "min", of all values, or with segments, of
-    each group.
-    """
-    return _ops.quantize(values, value_dtype, level, indices, segments)
-
-
-def new_hints(count: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return initial hints of `count` selections for `accumulate_bucket`, float64[count, 3]."""
-    return torch.tensor([[0.0, ThresholdHint.margin, 0.0]], dtype=torch.float64).repeat(count, 1).to(device)
-
-
-def accumulate_bucket(
-    gradients: Sequence[torch.Tensor],
-    residuals: Sequence[torch.Tensor],
-    velocities: Sequence[torch.Tensor] = (),
-    parameters: Sequence[torch.Tensor] = (),
-    *,
-    layout: BucketLayout,
-    members: Sequence[int] | None = None,
-    out: torch.Tensor,
-    factors: Sequence[float],
-    hints: torch.Tensor,
-    seed: int = 0,
-    momentum: float = 0.0,
-    nesterov: bool = False,
-    weight_decay: float | Sequence[float] = 0.0,
-    coding: str = "run_length",
-    value_dtype: str = "float32",
-    level: str = "mean",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do `accumulate`, `select_top_k`, `quantize` and `pack` for those members of a bucket that take part.
-
-    Reads the buffers once if the hints are good.
+    """Return the values that a receiver decodes when `values` are sent as another type.
 
     Args:
-        gradients, residuals, velocities, parameters: One tensor for each of `members`; velocities and parameters may
-            be empty. The parameter of a member whose weight_decay is 0 is not read.
-        layout: The whole bucket.
-        members: Ascending numbers of the members that take part; None: all. Another member counts as zeros in a joint
-            selection. In a per-tensor selection, it is skipped, and its part of `out` is not written.
-        out: uint8[bytes of the message], the destination of the payloads.
-        factors: The factor of each gradient.
-        hints: float64[selections, 3], each a `ThresholdHint`: threshold, margin, k. Updated in place; see `new_hints`.
-        weight_decay: A number, or one for each member that takes part.
+        values: float32, k elements, contiguous.
+        value_dtype: "float32", "float64", "float16", "bfloat16", "int2", "int1" or "none". "int2" and "int1" send signs
+            and quantization levels (Gradient Dropping, section 5.4).
+        level: The magnitude that "int2" and "int1" send: the "mean" of those that share it, or their "min".
+        indices: int64[k], ascending; only read with segments.
+        segments: int64[segments, 2], on the CPU: the groups that share a level, see `hvd_sparse.wire`; None: one group.
 
     Returns:
-        float64[selections made, 2]: threshold, and the number of elements that reached the hint; and bool[members that
-        take part]: was each gradient finite everywhere?
+        float32 in the shape of values.
 
     Raises:
-        ValueError: A list, a tensor or a number that does not fit the layout.
+        ValueError: A name is unknown, a tensor has another type or size, or segments lack indices or do not fit.
     """
-    lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
-    rule = (momentum, nesterov, _of_each(weight_decay, gradients), _signed(seed), hints, out)
-    return _ops.accumulate_bucket(*lists, *rule, *_numbers(layout, members), coding, value_dtype, level)
-
-
-def filter_bucket(
-    gradients: Sequence[torch.Tensor],
-    residuals: Sequence[torch.Tensor],
-    velocities: Sequence[torch.Tensor] = (),
-    parameters: Sequence[torch.Tensor] = (),
-    *,
-    factors: Sequence[float],
-    thresholds: Sequence[float],
-    ks: Sequence[int],
-    is_active: bool = True,
-    momentum: float = 0.0,
-    nesterov: bool = False,
-    weight_decay: float | Sequence[float] = 0.0,
-    coding: str = "run_length",
-    value_dtype: str = "float32",
-    level: str = "mean",
-    channels: Sequence[int] = (),
-    stages: Sequence[int] = (),
-    distribution: str = "exponential",
-    seed: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do `accumulate`, `filter_threshold`, `quantize` and `pack` for each tensor of a bucket; on the CPU only.
-
-    Args:
-        ks: If k > 0, the threshold is that of the k largest accumulated residuals, and at least the smallest positive
-            float32; `thresholds` is then a guess that only changes the cost, 0.0 for none. If k < 0, at most the -k
-            largest residuals are selected, without zeros.
-        is_active: If false, no gradient is accumulated.
-        channels: For low-bit values, as in `locate_payloads`.
-        stages: One for each member, or empty. If above 0, a threshold that about k residuals reach is fitted in this
-            number of stages, the first with `distribution`, on a sample that the seed chooses; `thresholds` has a guess
-            at it (SIDCo; without momentum and weight decay).
-
-    Returns:
-        The concatenated payloads, uint8[bytes]; float64[members, 3]: threshold, number of entries, and the payload's
-        offset in bytes; bool[members]: was each gradient finite everywhere? A payload's k is its entries, at least 1.
-    """
-    lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
-    numbers = (momentum, nesterov, _of_each(weight_decay, gradients), is_active, thresholds, ks)
-    fit = (stages, distribution, _signed(seed))
-    return _ops.filter_bucket(*lists, *numbers, coding, value_dtype, level, channels, *fit)
-
-
-def accumulate_partition(
-    gradients: Sequence[torch.Tensor],
-    residuals: Sequence[torch.Tensor],
-    *,
-    factors: Sequence[float],
-    begins: Sequence[int],
-    begin: int,
-    end: int,
-    threshold: float,
-    share: float = -1.0,
-    sample: int = 0,
-    seed: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do `accumulate` for tensors that form one vector, and select from its elements [begin, end).
-
-    Args:
-        begins: The ascending start of each tensor in the vector; gaps between tensors count as zeros.
-        threshold: Elements that reach it are selected.
-        share: The expected number of these. If none, fewer than 0.92 share - 4 or more than 1.08 share + 4 reach the
-            threshold, the `share` largest are selected instead, without zeros; for a fraction, one now and then. Below
-            0: the selection is never corrected.
-        sample: The number of elements of the partition in the histogram, in runs of 16.
-
-    Returns:
-        Ascending indices into the vector, int64[m]; a sketch, float32[65], of a histogram with bins of 1/16 octave (the
-        number of its first bin, the counts of that bin and the next ones, the last one with all elements above; zeros
-        if share is below 0); the threshold that all selected elements reach, a float64 scalar; bool[members]: was each
-        gradient finite everywhere? On a CUDA device, the call waits for it, and sketch and threshold are on the CPU.
-    """
-    numbers = (begin, end, threshold, share, sample, _signed(seed))
-    return _ops.accumulate_partition(list(gradients), list(residuals), factors, begins, *numbers)
-
-
-def fit_thresholds(
-    residuals: Sequence[torch.Tensor],
-    ks: Sequence[int],
-    stages: Sequence[int],
-    distribution: str = "exponential",
-    seed: int = 0,
-) -> list[list[float]]:
-    """Fit, for each residual, float32[n], a threshold that about k elements reach, as `filter_bucket` does (SIDCo).
-
-    On a CUDA device, the samples are copied to the CPU, all at once, and fitted there. Returns for each residual: the
-    threshold; and whether it should not be used, 1.0 if so.
-    """
-    return _ops.fit_thresholds(list(residuals), ks, stages, distribution, _signed(seed)).tolist()
-
-
-def reduce_located_bucket(
-    gathered: torch.Tensor,
-    ns: Sequence[int],
-    ranks: int,
-    outs: Sequence[torch.Tensor],
-    places: Sequence[int],
-    scale: float = 1.0,
-    coding: str = "run_length",
-    value_dtype: str = "float32",
-    channels: Sequence[int] = (),
-) -> None:
-    """Do `locate_payloads`, then `reduce_located` into outs, float32[ns[place]] for each of `places`; on the CPU only.
-
-    Every payload is checked before outs are touched.
-    """
-    _ops.reduce_located_bucket(gathered, ns, ranks, list(outs), places, scale, coding, value_dtype, channels)
+    return _ops.quantize(values, value_dtype, level, indices, segments)
 
 
 def take_decode_status(like: torch.Tensor) -> torch.Tensor:
@@ -357,44 +275,3 @@ def take_decode_status(like: torch.Tensor) -> torch.Tensor:
     several in one call, any. Reading the result waits for the device.
     """
     return _ops.take_decode_status(like)
-
-
-def clear_bucket(
-    message: torch.Tensor,
-    residuals: Sequence[torch.Tensor],
-    velocities: Sequence[torch.Tensor] = (),
-    *,
-    layout: BucketLayout,
-    members: Sequence[int] | None = None,
-    coding: str = "run_length",
-    value_dtype: str = "float32",
-    retained: float = 0.0,
-) -> None:
-    """Subtract a rank's own message, uint8[bytes], from the residuals, and set the velocities to zero at its entries.
-
-    The residual is then zero for float32 values, and the rounding error for other types; after this, `retained` times
-    the sent value is added. Layout and members: as in `accumulate_bucket`.
-    """
-    form = (*_numbers(layout, members), coding, value_dtype, retained)
-    _ops.clear_bucket(message, list(residuals), list(velocities), *form)
-
-
-def reduce_bucket(
-    gathered: torch.Tensor,
-    outs: Sequence[torch.Tensor],
-    scale: float = 1.0,
-    *,
-    layout: BucketLayout,
-    members: Sequence[int] | None = None,
-    coding: str = "run_length",
-    value_dtype: str = "float32",
-) -> None:
-    """Do `reduce_payloads` for the selections in the ranks' messages, uint8[ranks, bytes].
-
-    outs: float32[n] for each member. Layout: as in `accumulate_bucket`. Members: those whose sums are written. Every
-    payload is checked before `outs` are touched.
-    """
-    _ops.reduce_bucket(gathered, list(outs), scale, *_numbers(layout, members), coding, value_dtype)
-
-
-fakes.register(with_cuda=has_cuda("torch"))

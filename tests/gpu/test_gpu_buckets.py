@@ -6,7 +6,7 @@ from hinted import as_hints
 
 from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.threshold import ThresholdHint
-from hvd_sparse.torch import ops
+from hvd_sparse.torch import bucket_ops, ops
 
 NUMELS = (1, 7, 1000, 65_537) if SMALL else (1, 7, 1000, 65_537, 1_000_003)
 HINTS = (2.0, 1e6) if SMALL else (2.0, 1e-6, 1e6)
@@ -38,7 +38,7 @@ class Bucket:
         self.out = torch.full((sum(self.sizes),), 7, dtype=torch.uint8, device=device)
         self.sums = [torch.full((n,), 9.0, device=device) for n in NUMELS]
         self.places = {"layout": BucketLayout(sizes, self.ks, (), joint), "members": list(range(len(NUMELS)))}
-        self.hints = ops.new_hints(len(ns), device)
+        self.hints = bucket_ops.new_hints(len(ns), device)
 
     def gradients(self, step):
         return [make("normal", n, self.dtype, seed=10 + step).to(self.device) for n in NUMELS]
@@ -50,13 +50,13 @@ class Bucket:
     def accumulate(self, gradients, guesses=None, seed=3):
         lists, options = self.arguments(gradients)
         hints = self.hints if guesses is None else as_hints(guesses, self.ks).to(self.device)
-        return ops.accumulate_bucket(*lists, hints=hints, seed=seed, **options)
+        return bucket_ops.accumulate_bucket(*lists, hints=hints, seed=seed, **options)
 
     def clear(self):
-        ops.clear_bucket(self.out, self.residuals, self.velocities, **self.places, **self.form)
+        bucket_ops.clear_bucket(self.out, self.residuals, self.velocities, **self.places, **self.form)
 
     def reduce(self, gathered):
-        ops.reduce_bucket(gathered, self.sums, 0.5, **self.places, **self.form)
+        bucket_ops.reduce_bucket(gathered, self.sums, 0.5, **self.places, **self.form)
 
 
 def assert_equal(found, expected, context):
@@ -98,7 +98,7 @@ def test_many_small_tensors():
         out = torch.zeros(160 * size, dtype=torch.uint8, device=device)
         layout, hints = BucketLayout([20_000] * 160, [k] * 160), as_hints([3.0] * 160, [k] * 160).to(device)
         ones = [gradient.to(device) for gradient in gradients]
-        ops.accumulate_bucket(ones, residuals, layout=layout, out=out, factors=[1.0] * 160, hints=hints)
+        bucket_ops.accumulate_bucket(ones, residuals, layout=layout, out=out, factors=[1.0] * 160, hints=hints)
         messages.append(out)
     assert_same(*messages)
 

@@ -8,7 +8,7 @@ import torch
 from gpu_helpers import CODINGS, SMALL, VALUE_DTYPES, assert_refuses, assert_same, draw_entries, packed
 
 from hvd_sparse import reference
-from hvd_sparse.torch import ops
+from hvd_sparse.torch import ops, varying_ops
 
 SHAPES = ((1, 1), (7, 3), (1000, 1000), (65_535, 65), (65_536, 65_536), (65_537, 1), (200_001, 70_000))
 if SMALL:
@@ -167,16 +167,16 @@ def test_located_payloads():
             form = (coding, value_dtype)
             parts = [packed(n, k, *form, seed=k) for k in (5, 4000, 1) for n in sizes]
             gathered = torch.cat(parts)
-            places = ops.locate_payloads(gathered.cuda(), list(sizes), 3, *form)
-            assert torch.equal(places, ops.locate_payloads(gathered, list(sizes), 3, *form))
+            places = varying_ops.locate_payloads(gathered.cuda(), list(sizes), 3, *form)
+            assert torch.equal(places, varying_ops.locate_payloads(gathered, list(sizes), 3, *form))
             for at, n in enumerate(sizes):
                 place = places[:, :, at].contiguous()
                 expected, out = torch.empty(n), torch.full((n,), 9.0, device="cuda")
-                ops.reduce_located(gathered, place, n, expected, 0.5, *form)
-                ops.reduce_located(gathered.cuda(), place, n, out, 0.5, *form)
+                varying_ops.reduce_located(gathered, place, n, expected, 0.5, *form)
+                varying_ops.reduce_located(gathered.cuda(), place, n, out, 0.5, *form)
                 assert_same(out, expected, (form, n))
     assert ops.take_decode_status(out).tolist() == [0, 0]
     nowhere = torch.empty((2, 0), dtype=torch.long)
-    assert_refuses(ops.reduce_located, gathered.cuda(), nowhere, n, out, 0.5, *form, says="ranks must be in")
+    assert_refuses(varying_ops.reduce_located, gathered.cuda(), nowhere, n, out, 0.5, *form, says="ranks must be in")
     beyond = place + torch.tensor([[10**9], [0]])
-    assert_refuses(ops.reduce_located, gathered.cuda(), beyond, n, out, 0.5, *form, says="places leave")
+    assert_refuses(varying_ops.reduce_located, gathered.cuda(), beyond, n, out, 0.5, *form, says="places leave")

@@ -9,7 +9,7 @@ from hinted import as_hints
 
 from hvd_sparse import reference
 from hvd_sparse.buckets import BucketLayout
-from hvd_sparse.torch import ops
+from hvd_sparse.torch import bucket_ops, ops, varying_ops
 
 RULES = (
     {},
@@ -91,7 +91,7 @@ def accumulate_and_select(gradient, memory, k, hint, factor=1.0, **rule):
     out = torch.empty(ops.payload_size(n, k), dtype=torch.uint8, device=gradient.device)
     hints = as_hints([hint], [k]).to(gradient.device)
     form = {"layout": BucketLayout([n], [k]), "factors": [factor], "hints": hints, "seed": 3}
-    return out, *ops.accumulate_bucket([gradient], [residual], *lists, out=out, **form, **rule)
+    return out, *bucket_ops.accumulate_bucket([gradient], [residual], *lists, out=out, **form, **rule)
 
 
 def check_accumulation(gradient, rule, hint, offset=0):
@@ -185,7 +185,7 @@ def test_tensors_on_two_devices_are_refused():
     assert_refuses(ops.accumulate, on_gpu, torch.zeros(9), says="residual must be on cuda")
     assert_refuses(ops.accumulate, torch.ones(9), on_gpu, says="gradient must be a CUDA tensor")
     options = {"factors": [1.0], "thresholds": [1.0], "ks": [0]}
-    assert_refuses(ops.filter_bucket, [on_gpu], [torch.zeros_like(on_gpu)], **options, says="no CUDA tensors")
+    assert_refuses(varying_ops.filter_bucket, [on_gpu], [torch.zeros_like(on_gpu)], **options, says="no CUDA tensors")
 
 
 def test_another_stream():

@@ -5,7 +5,7 @@ import math
 import torch
 from gpu_helpers import KINDS, SMALL, assert_refuses, assert_same, make
 
-from hvd_sparse.torch import ops
+from hvd_sparse.torch import varying_ops
 
 SIZES = (1000, 1, 4099, 20_001) if SMALL else (1000, 1, 65_537, 300_001)
 
@@ -26,7 +26,7 @@ def select(device, kind, gap, cut, **options):
     gradients, residuals, begins, n = draw_parts(kind, gap, device)
     begin, end = (round(part * n) for part in cut)
     options = {"factors": [0.5] * len(SIZES), "begins": begins, "begin": begin, "end": end, "seed": 3, **options}
-    return ops.accumulate_partition(gradients, residuals, **options), residuals
+    return varying_ops.accumulate_partition(gradients, residuals, **options), residuals
 
 
 def check(kind, gap, cut, **options):
@@ -62,16 +62,22 @@ def test_fits():
         residuals = [make(kind, n, seed=4).nan_to_num(0.0, 3.0, -3.0) for n in (1, 17, 1000, 70_001, 300_007)]
         ks, stages = [1, 1, 10, 70, 3000], [1, 2, 3, 2, 4]
         for distribution in ("exponential", "gamma", "pareto"):
-            expected = ops.fit_thresholds(residuals, ks, stages, distribution, 7)
-            found = ops.fit_thresholds([one.cuda() for one in residuals], ks, stages, distribution, 7)
+            expected = varying_ops.fit_thresholds(residuals, ks, stages, distribution, 7)
+            found = varying_ops.fit_thresholds([one.cuda() for one in residuals], ks, stages, distribution, 7)
             assert found == expected, (kind, distribution)
 
 
 def test_what_is_refused():
     residual = torch.ones(9, device="cuda")
-    assert_refuses(ops.fit_thresholds, [residual], [10], [1], says="k must be in [1, 9]")
-    assert_refuses(ops.fit_thresholds, [residual, torch.ones(9)], [1, 1], [1, 1], says="residual must be on cuda")
+    assert_refuses(varying_ops.fit_thresholds, [residual], [10], [1], says="k must be in [1, 9]")
+    assert_refuses(
+        varying_ops.fit_thresholds, [residual, torch.ones(9)], [1, 1], [1, 1], says="residual must be on cuda"
+    )
     options = {"factors": [1.0], "begins": [0], "begin": 0, "end": 9, "threshold": 1.0}
-    assert_refuses(ops.accumulate_partition, [residual], [torch.ones(9)], **options, says="residual must be on cuda")
+    assert_refuses(
+        varying_ops.accumulate_partition, [residual], [torch.ones(9)], **options, says="residual must be on cuda"
+    )
     options["end"] = -1
-    assert_refuses(ops.accumulate_partition, [residual], [residual.clone()], **options, says="a partition must be")
+    assert_refuses(
+        varying_ops.accumulate_partition, [residual], [residual.clone()], **options, says="a partition must be"
+    )

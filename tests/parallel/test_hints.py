@@ -9,7 +9,7 @@ from helpers import drive, make_parameters
 
 from hvd_sparse.schedule import WarmUp
 from hvd_sparse.threshold import ThresholdHint
-from hvd_sparse.torch import Compression, ops
+from hvd_sparse.torch import Compression, bucket_ops
 
 SHAPES = {"a": (40, 50), "b": (3000,), "c": (1000,), "d": (70, 70)}
 STEPS = ("abcd", "abcd", "abd", "bcda", "ab", "cd", "abcd", "abc", "abcd")
@@ -38,8 +38,8 @@ def test_a_missing_tensor_costs_no_hint(monkeypatch, bucket_bytes):
             calls.append(hint.value(k) > 0.0)
         return info, finite
 
-    operator = ops.accumulate_bucket
-    monkeypatch.setattr(ops, "accumulate_bucket", compare)
+    operator = bucket_ops.accumulate_bucket
+    monkeypatch.setattr(bucket_ops, "accumulate_bucket", compare)
     for step, names in enumerate(STEPS):
         gradients = draw(SHAPES, step, hvd.rank())
         drive(compressor, parameters, {name: gradients[name] for name in names})

@@ -159,18 +159,18 @@ def test_counts_drift_until_the_threshold_is_taken_anew():
 
 def test_refreshes_are_spread_over_the_life_span(monkeypatch):
     """Every tensor needs a threshold in the first step; from then on they take turns, in 1, 2, 4 and then 8 steps."""
-    from hvd_sparse.torch import ops
+    from hvd_sparse.torch import varying_ops
 
     shapes = {f"t{i}": (200,) for i in range(4)}
     parameters = make_parameters(shapes)
     compression = Compression.dct(parameters.items(), density=0.05, lifespan=8, min_numel=100, band=None)
-    taken, original = [], ops.filter_bucket
+    taken, original = [], varying_ops.filter_bucket
 
     def count(*lists, ks, **options):
         taken.extend(k for k in ks if k > 0)
         return original(*lists, ks=ks, **options)
 
-    monkeypatch.setattr(ops, "filter_bucket", count)
+    monkeypatch.setattr(varying_ops, "filter_bucket", count)
     per_step = []
     for t in range(17):
         taken.clear()

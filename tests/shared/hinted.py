@@ -1,4 +1,4 @@
-"""Threshold hints with chosen values, in the form that `ops.accumulate_bucket` expects."""
+"""Threshold hints with chosen values, in the form that `bucket_ops.accumulate_bucket` expects."""
 
 from collections.abc import Sequence
 

@@ -11,7 +11,7 @@ from test_ops import DTYPES, as_numpy, same
 
 from hvd_sparse import native, reference
 from hvd_sparse.buckets import BucketLayout
-from hvd_sparse.torch import ops
+from hvd_sparse.torch import bucket_ops, ops
 
 SIZES = [1, 63, 64, 65, 2049, 300_000]
 RULES = {
@@ -102,7 +102,7 @@ def accumulate_and_select(gradient, residual, velocity, parameter, *, k, hint, s
     n, lists = residual.numel(), [[] if one is None else [one] for one in (velocity, parameter)]
     form = {"layout": BucketLayout([n], [k]), "factors": [factor], "hints": as_hints([hint], [k]), "seed": seed}
     out = torch.empty(ops.payload_size(n, min(k, n)), dtype=torch.uint8)
-    info, finite = ops.accumulate_bucket([gradient], [residual], *lists, out=out, **form, **rule)
+    info, finite = bucket_ops.accumulate_bucket([gradient], [residual], *lists, out=out, **form, **rule)
     return *ops.unpack(out, n, k), info[0], finite.item()
 
 

@@ -13,7 +13,7 @@ from test_ops import as_numpy
 from hvd_sparse import reference, wire
 from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.threshold import ThresholdHint
-from hvd_sparse.torch import ops
+from hvd_sparse.torch import bucket_ops, ops
 
 SIZES = (1, 7, 1000, 65_537, 70_000)
 RULES = {
@@ -81,7 +81,7 @@ class Bucket:
         layout = self.layout._replace(**{name: changes.pop(name) for name in BucketLayout._fields if name in changes})
         options = {"factors": [0.5] * len(SIZES), "hints": as_hints([guess] * len(layout.ks), layout.ks), "seed": 3}
         options |= {"layout": layout, "out": self.out} | changes
-        return ops.accumulate_bucket(*lists, **{**self.rule, **self.form, **options})
+        return bucket_ops.accumulate_bucket(*lists, **{**self.rule, **self.form, **options})
 
     def one_by_one(self):
         """Return payloads, thresholds and residuals, and what is left at the indices, of one tensor after the other."""
@@ -121,7 +121,7 @@ def test_a_bucket_is_its_tensors_one_by_one(rule, form, dtype, retained):
         expected.check(one, 2.0)
     for ours, theirs in zip(bucket.residuals + bucket.velocities, single.residuals + single.velocities, strict=True):
         assert torch.equal(ours, theirs)
-    ops.clear_bucket(
+    bucket_ops.clear_bucket(
         bucket.out, bucket.residuals, bucket.velocities, layout=bucket.layout, **bucket.wire, retained=retained
     )
     for i, (indices, left) in enumerate(lefts):
@@ -136,7 +136,7 @@ def test_a_bucket_is_its_tensors_one_by_one(rule, form, dtype, retained):
             assert torch.equal(bucket.velocities[i], single.velocities[i].index_fill(0, indices, 0.0))
     gathered = torch.stack([bucket.out, bucket.out])
     outs, expected = ([torch.full((n,), 9.0) for n in SIZES] for _ in range(2))
-    ops.reduce_bucket(gathered, outs, 0.5, layout=bucket.layout, **bucket.wire)
+    bucket_ops.reduce_bucket(gathered, outs, 0.5, layout=bucket.layout, **bucket.wire)
     for i, n in enumerate(SIZES):
         where = (bucket.offsets[i], n, bucket.ks[i], expected[i], 0.5)
         ops.reduce_payloads(gathered, *where, **bucket.wire, segments=bucket.segments[i])
@@ -149,17 +149,17 @@ def test_settled_steps_take_no_memory_from_the_system():
     k = n // 1000
     gradient, residual, velocity, total = (torch.zeros(n) for _ in range(4))
     gathered = torch.zeros((ranks, wire.payload_size(n, k)), dtype=torch.uint8)
-    layout, hints, generator = BucketLayout([n], [k]), ops.new_hints(1), torch.Generator().manual_seed(0)
+    layout, hints, generator = BucketLayout([n], [k]), bucket_ops.new_hints(1), torch.Generator().manual_seed(0)
     faults = []
     for _ in range(24):
         gradient.normal_(generator=generator)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        ops.accumulate_bucket(
+        bucket_ops.accumulate_bucket(
             [gradient], [residual], [velocity], layout=layout, out=gathered[0], factors=[1.0], hints=hints, momentum=0.9
         )
-        ops.clear_bucket(gathered[0], [residual], [velocity], layout=layout)
+        bucket_ops.clear_bucket(gathered[0], [residual], [velocity], layout=layout)
         gathered[1:] = gathered[0]
-        ops.reduce_bucket(gathered, [total], layout=layout)
+        bucket_ops.reduce_bucket(gathered, [total], layout=layout)
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     assert statistics.median(faults[8:]) == 0, faults
 
@@ -174,14 +174,14 @@ def test_what_is_not_finite_is_told_of_its_tensor():
 def test_an_empty_contribution_clears_nothing():
     residual, message = torch.ones(50), torch.empty(wire.payload_size(50, 3), dtype=torch.uint8)
     ops.pack(torch.empty(0, dtype=torch.int64), torch.empty(0), 50, 3, message)
-    ops.clear_bucket(message, [residual], layout=BucketLayout([50], [3]))
+    bucket_ops.clear_bucket(message, [residual], layout=BucketLayout([50], [3]))
     assert residual.sum() == 50
 
 
 def test_hints_learn_in_place():
     """Hints on the operator's tensor equal those of `ThresholdHint`, step by step, and so do the selections."""
     found, expected = Bucket({"momentum": 0.9}, {}), Bucket({"momentum": 0.9}, {})
-    hints, oracle = ops.new_hints(len(SIZES)), [ThresholdHint() for _ in SIZES]
+    hints, oracle = bucket_ops.new_hints(len(SIZES)), [ThresholdHint() for _ in SIZES]
     for step in range(12):
         shrink = 0.01 if step == 6 else 1.0  # what was left is far below the hints: they miss
         for bucket in (found, expected):
@@ -202,7 +202,7 @@ def test_hints_learn_in_place():
         assert torch.equal(ours, theirs) and torch.equal(found.out, expected.out)
         assert hints.tolist() == [[hint.threshold, hint.margin, hint.k] for hint in oracle]
         for bucket in (found, expected):
-            ops.clear_bucket(bucket.out, bucket.residuals, bucket.velocities, layout=bucket.layout)
+            bucket_ops.clear_bucket(bucket.out, bucket.residuals, bucket.velocities, layout=bucket.layout)
     assert len({margin for _, margin, _ in hints.tolist()}) > 1, "a hint must have missed"
 
 
@@ -249,7 +249,7 @@ def test_a_damaged_payload_names_its_rank_and_touches_nothing(member):
     gathered[1, bucket.offsets[member] + 34] ^= 1
     outs = [torch.full((n,), 9.0) for n in SIZES]
     with pytest.raises(ValueError, match="reduce_bucket: from rank 1: payload checksum"):
-        ops.reduce_bucket(gathered, outs, layout=bucket.layout)
+        bucket_ops.reduce_bucket(gathered, outs, layout=bucket.layout)
     assert all(bool((out == 9.0).all()) for out in outs)
 
 
@@ -259,7 +259,7 @@ def test_a_wrong_residual_of_the_last_member_changes_no_other():
     with pytest.raises(ValueError, match="accumulate_bucket: residual must have 70000 elements"):
         bucket.accumulate()
     with pytest.raises(ValueError, match="clear_bucket: residual must have 70000 elements"):
-        ops.clear_bucket(before.one_by_one()[0], bucket.residuals, layout=bucket.layout)
+        bucket_ops.clear_bucket(before.one_by_one()[0], bucket.residuals, layout=bucket.layout)
     assert all(map(torch.equal, bucket.residuals[:4], Bucket({}, {}).residuals))
 
 
@@ -268,7 +268,7 @@ def test_opcheck():
     torch.manual_seed(0)
     lists, code = ([torch.randn(n)], [torch.randn(n)], [torch.randn(n)], []), ("run_length", "float32")
     whole, none = ([n], [k], [], False, [0]), ([n], [k], [], True, [])
-    choice = (0, ops.new_hints(1), torch.zeros(size, dtype=torch.uint8))
+    choice = (0, bucket_ops.new_hints(1), torch.zeros(size, dtype=torch.uint8))
     operators = torch.ops.hvd_sparse
     torch.library.opcheck(
         operators.accumulate_bucket, (*lists, [1.0], 0.9, False, [0.0], *choice, *whole, *code, "mean")
@@ -318,14 +318,14 @@ def test_tensors_that_share_a_selection_are_one_tensor(rule, form, hint, contigu
     info.check(found[0], hint)
     assert torch.equal(torch.cat(bucket.residuals), whole["residuals"])
 
-    ops.clear_bucket(bucket.out, bucket.residuals, bucket.velocities, layout=bucket.layout, **bucket.wire)
+    bucket_ops.clear_bucket(bucket.out, bucket.residuals, bucket.velocities, layout=bucket.layout, **bucket.wire)
     assert torch.equal(torch.cat(bucket.residuals), whole["residuals"].index_copy(0, indices, values - sent))
     if rule:
         assert torch.equal(torch.cat(bucket.velocities), whole["velocities"].index_fill(0, indices, 0.0))
 
     outs, total = [torch.full((n,), 9.0) for n in SIZES], torch.empty(bucket.n)
     gathered = torch.stack([bucket.out] * 3)
-    ops.reduce_bucket(gathered, outs, 0.5, layout=bucket.layout, **bucket.wire)
+    bucket_ops.reduce_bucket(gathered, outs, 0.5, layout=bucket.layout, **bucket.wire)
     ops.reduce_payloads(gathered, 0, bucket.n, bucket.K, total, 0.5, **bucket.wire, segments=bucket.segments)
     assert torch.equal(torch.cat(outs), total)
 
@@ -342,17 +342,17 @@ def test_members_may_be_missing_from_a_joint_selection():
     lists = [[values[i] for i in there] for values in (bucket.gradients, bucket.residuals)]
     for hint in (0.0, 50.0):  # accumulates once: the gradients are zero the second time
         hints = as_hints([hint], [bucket.K])
-        ops.accumulate_bucket(*lists, **places, out=bucket.out, factors=[0.5] * 4, hints=hints, seed=3)
+        bucket_ops.accumulate_bucket(*lists, **places, out=bucket.out, factors=[0.5] * 4, hints=hints, seed=3)
         assert torch.equal(bucket.out, whole.out)
         lists[0] = [torch.zeros_like(gradient) for gradient in lists[0]]
-    ops.clear_bucket(bucket.out, lists[1], **places)
-    ops.clear_bucket(whole.out, whole.residuals, layout=whole.layout)
+    bucket_ops.clear_bucket(bucket.out, lists[1], **places)
+    bucket_ops.clear_bucket(whole.out, whole.residuals, layout=whole.layout)
     for i in there:
         assert torch.equal(bucket.residuals[i], whole.residuals[i])
     assert torch.equal(bucket.residuals[3], frozen)
     outs, expected = ([torch.full((n,), 9.0) for n in SIZES] for _ in range(2))
-    ops.reduce_bucket(bucket.out[None], [outs[i] for i in there], **places)
-    ops.reduce_bucket(bucket.out[None], expected, layout=whole.layout)
+    bucket_ops.reduce_bucket(bucket.out[None], [outs[i] for i in there], **places)
+    bucket_ops.reduce_bucket(bucket.out[None], expected, layout=whole.layout)
     assert all(torch.equal(outs[i], expected[i]) for i in there) and bool((outs[3] == 9.0).all())
 
 
@@ -362,18 +362,20 @@ def test_members_with_a_selection_each_may_be_missing():
     whole.accumulate()
     hints, places = as_hints([2.0] * len(SIZES), bucket.ks), {"layout": bucket.layout, "members": there}
     lists = [[values[i] for i in there] for values in (bucket.gradients, bucket.residuals)]
-    info, finite = ops.accumulate_bucket(*lists, **places, out=bucket.out, factors=[0.5] * 2, hints=hints, seed=3)
+    info, finite = bucket_ops.accumulate_bucket(
+        *lists, **places, out=bucket.out, factors=[0.5] * 2, hints=hints, seed=3
+    )
     assert info.shape == (2, 2) and finite.shape == (2,)
     ends = [*bucket.offsets[1:], bucket.out.numel()]
     for i, (begin, end) in enumerate(zip(bucket.offsets, ends, strict=True)):
         part = bucket.out[begin:end]
         assert torch.equal(part, whole.out[begin:end]) if i in there else bool((part == 7).all())
         assert (hints[i].tolist() == [2.0, 1.0, bucket.ks[i]]) == (i not in there)
-    ops.clear_bucket(bucket.out, lists[1], **places)
-    ops.clear_bucket(whole.out, whole.residuals, layout=whole.layout)
+    bucket_ops.clear_bucket(bucket.out, lists[1], **places)
+    bucket_ops.clear_bucket(whole.out, whole.residuals, layout=whole.layout)
     outs, expected = ([torch.full((n,), 9.0) for n in SIZES] for _ in range(2))
-    ops.reduce_bucket(whole.out[None], [outs[i] for i in there], **places)
-    ops.reduce_bucket(whole.out[None], expected, layout=whole.layout)
+    bucket_ops.reduce_bucket(whole.out[None], [outs[i] for i in there], **places)
+    bucket_ops.reduce_bucket(whole.out[None], expected, layout=whole.layout)
     for i in range(len(SIZES)):
         assert torch.equal(bucket.residuals[i], whole.residuals[i] if i in there else Bucket({}, {}).residuals[i])
         assert torch.equal(outs[i], expected[i]) if i in there else bool((outs[i] == 9.0).all())
@@ -381,7 +383,7 @@ def test_members_with_a_selection_each_may_be_missing():
 
 def test_a_joint_selection_without_members_selects_zeros():
     out, layout = torch.empty(wire.payload_size(50, 3), dtype=torch.uint8), BucketLayout([30, 20], [3], (), True)
-    info, finite = ops.accumulate_bucket(
+    info, finite = bucket_ops.accumulate_bucket(
         [], [], layout=layout, members=[], out=out, factors=[], hints=as_hints([1.0], [3])
     )
     indices, values = ops.unpack(out, 50, 3)

@@ -14,7 +14,7 @@ from test_ops import same
 from tiers import examples
 
 from hvd_sparse import reference, wire
-from hvd_sparse.torch import ops
+from hvd_sparse.torch import ops, varying_ops
 
 CODINGS = ["run_length", "elias_fano", "bitmap", "auto"]  # of any number of entries
 DTYPES = ["float32", "float64", "float16", "bfloat16", "none"]
@@ -271,11 +271,11 @@ def test_found_and_added(coding, value_dtype):
     form = (coding, value_dtype)
     gathered, places, sums = located_message(*form)
     same(tensor(reference.locate_payloads(gathered, NS, 3, *form, CHANNELS)), places)
-    same(ops.locate_payloads(tensor(gathered), NS, 3, *form, CHANNELS), places)
+    same(varying_ops.locate_payloads(tensor(gathered), NS, 3, *form, CHANNELS), places)
     for cut in (gathered[:-8], np.append(gathered, np.zeros(8, np.uint8))):
         for locate in (
             lambda cut=cut: reference.locate_payloads(cut, NS, 3, *form, CHANNELS),
-            lambda cut=cut: ops.locate_payloads(tensor(cut), NS, 3, *form, CHANNELS),
+            lambda cut=cut: varying_ops.locate_payloads(tensor(cut), NS, 3, *form, CHANNELS),
         ):
             with pytest.raises(ValueError, match=r"cut off|size"):
                 locate()
@@ -283,5 +283,5 @@ def test_found_and_added(coding, value_dtype):
         place, segments = places[:, :, member].copy(), [[0, CHANNELS[member]]]
         same(tensor(reference.reduce_located(gathered, place, n, *form, 0.5, segments)), total)
         out = torch.full((n,), 7.0)
-        ops.reduce_located(tensor(gathered), tensor(place), n, out, 0.5, *form, tensor(segments))
+        varying_ops.reduce_located(tensor(gathered), tensor(place), n, out, 0.5, *form, tensor(segments))
         same(out, total)

@@ -7,7 +7,7 @@ import torch
 from hvd_sparse import native, reference
 from hvd_sparse.algorithms import Settings
 from hvd_sparse.buckets import BucketLayout
-from hvd_sparse.torch import ops
+from hvd_sparse.torch import bucket_ops, ops
 from hvd_sparse.torch.error_feedback import make_error_feedback
 from hvd_sparse.units import Units
 
@@ -76,7 +76,7 @@ def test_what_is_rounded_and_cleared():
     message = torch.from_numpy(reference.pack(indices, sent, n, k, value_dtype="bfloat16"))
     tensor = torch.from_numpy(residual)
     layout = BucketLayout([n], [k])
-    flushing(ops.clear_bucket, message, [tensor], layout=layout, value_dtype="bfloat16")
+    flushing(bucket_ops.clear_bucket, message, [tensor], layout=layout, value_dtype="bfloat16")
     assert (residual.view(np.uint32) == expected.view(np.uint32)).all()
 
 

@@ -30,7 +30,7 @@ from test_tensorflow_ops import Invalid, from_torch
 from tiers import examples
 
 from hvd_sparse import reference, wire
-from hvd_sparse.tensorflow import ops
+from hvd_sparse.tensorflow import ops, varying_ops
 
 
 def bits(values):
@@ -128,9 +128,9 @@ def test_located_and_damaged_messages(case, damage, whole):
     ranks, ns, channels, placed, gathered = case
     code, message = placed[0, 0].code, gathered if whole else damaged(gathered, damage)
     places = verdict(lambda: reference.locate_payloads(message, ns, ranks, *code, channels))
-    found = verdict(lambda: ops.locate_payloads(message, ns, ranks, *code, channels), Invalid)
+    found = verdict(lambda: varying_ops.locate_payloads(message, ns, ranks, *code, channels), Invalid)
     agree(found if found is None else (found,), places if places is None else (places,))
-    added = verdict(lambda: ops.reduce_located_bucket(message, ns, ranks, 0.5, *code, channels), Invalid)
+    added = verdict(lambda: varying_ops.reduce_located_bucket(message, ns, ranks, 0.5, *code, channels), Invalid)
     with np.errstate(all="ignore"):
         agree(added, verdict(lambda: sums_by_the_twin(message, places, case)))
 

@@ -17,7 +17,7 @@ from tiers import examples
 
 from hvd_sparse import reference, wire
 from hvd_sparse.buckets import BucketLayout
-from hvd_sparse.torch import ops
+from hvd_sparse.torch import bucket_ops, ops, varying_ops
 
 SCALES = st.sampled_from([1.0, 0.5, 1 / 3, -1e-30, 0.0])
 
@@ -63,11 +63,11 @@ def test_located(case, scale):
     ranks, ns, channels, placed, gathered = case
     code = placed[0, 0].code
     places = reference.locate_payloads(gathered, ns, ranks, *code, channels)
-    same(ops.locate_payloads(tensor(gathered), ns, ranks, *code, channels), places)
+    same(varying_ops.locate_payloads(tensor(gathered), ns, ranks, *code, channels), places)
     for member, n in enumerate(ns):
         where, segments = places[:, :, member].copy(), placed[0, member].segments
         out = torch.full((n,), np.nan)
-        ops.reduce_located(tensor(gathered), tensor(where), n, out, scale, *code, tensor(segments))
+        varying_ops.reduce_located(tensor(gathered), tensor(where), n, out, scale, *code, tensor(segments))
         with np.errstate(all="ignore"):
             same(out, reference.reduce_located(gathered, where, n, *code, scale, segments))
 
@@ -97,13 +97,13 @@ def test_damaged_messages(case, damage):
     ranks, ns, channels, placed, gathered = case
     code, message = placed[0, 0].code, damaged(gathered, damage)
     places = verdict(lambda: reference.locate_payloads(message, ns, ranks, *code, channels))
-    found = verdict(lambda: ops.locate_payloads(tensor(message), ns, ranks, *code, channels))
+    found = verdict(lambda: varying_ops.locate_payloads(tensor(message), ns, ranks, *code, channels))
     agree(found if found is None else (found,), places if places is None else (places,))
     for member, n in enumerate(ns if places is not None else ()):
         where, segments = places[:, :, member].copy(), placed[0, member].segments
         out = torch.full((n,), 7.0)
         arguments = (tensor(where), n, out, 0.5, *code, tensor(segments))
-        added = verdict(lambda arguments=arguments: ops.reduce_located(tensor(message), *arguments) or True)
+        added = verdict(lambda arguments=arguments: varying_ops.reduce_located(tensor(message), *arguments) or True)
         with np.errstate(all="ignore"):
             twin = (where, n, *code, 0.5, segments)
             sums = verdict(lambda twin=twin: reference.reduce_located(message, *twin))
@@ -256,17 +256,17 @@ def test_buckets(data, bucket, seed, contiguous):
     unused = hinted[[not is_made for is_made in selected]]
     options = {"factors": [member.factor for member in members], "level": bucket.level, "seed": seed}
     lists = ([member.gradient for member in members], residuals, velocities, parameters)
-    info, is_finite = ops.accumulate_bucket(*lists, out=out, hints=hinted, **rule, **options, **form)
+    info, is_finite = bucket_ops.accumulate_bucket(*lists, out=out, hints=hinted, **rule, **options, **form)
     same(out, whole)
     assert torch.equal(hinted[[not is_made for is_made in selected]], unused)
     assert (info[:, 0].tolist(), is_finite.tolist()) == (thresholds, finite)
     for ours, theirs in zip(found, before, strict=True):
         check_memory(ours, theirs)
-    ops.clear_bucket(out, residuals, velocities, **form)
+    bucket_ops.clear_bucket(out, residuals, velocities, **form)
     for ours, theirs in zip(found, after, strict=True):
         check_memory(ours, theirs)
     outs = [torch.full((n,), np.nan) for n in sizes]
-    ops.reduce_bucket(torch.stack([out, out]), outs, 0.5, **form)
+    bucket_ops.reduce_bucket(torch.stack([out, out]), outs, 0.5, **form)
     check_sums(made, payloads, outs)
 
 

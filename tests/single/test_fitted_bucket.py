@@ -8,8 +8,8 @@ from test_ops import raw, same
 from test_tensorflow_ops import Invalid, from_torch
 
 from hvd_sparse import reference
-from hvd_sparse.tensorflow import ops as tensorflow_ops
-from hvd_sparse.torch import ops
+from hvd_sparse.tensorflow import varying_ops as tensorflow_varying_ops
+from hvd_sparse.torch import varying_ops
 
 SIZES = (1, 15, 16, 17, 1000, 65_537, 90_000, 300_007)  # of the last two a sample is fitted to, at these k
 KS = (1, 1, 2, 1, 10, 1000, 900, 3000)
@@ -66,7 +66,7 @@ def test_thresholds_are_those_of_the_twin(shape, distribution, dtype):
     drawn, other, twin = (Drawn(shape, dtype) for _ in range(3))
     payloads, rows = twin.expected(distribution)
     options = {"thresholds": [0.0] * len(SIZES), "ks": KS, "stages": STAGES, "factors": [FACTOR] * len(SIZES)}
-    message, info, _ = ops.filter_bucket(
+    message, info, _ = varying_ops.filter_bucket(
         drawn.gradients, drawn.residuals, distribution=distribution, seed=SEED, **options
     )
     np.testing.assert_allclose(info[:, :2].numpy(), rows, rtol=1e-9)
@@ -75,7 +75,7 @@ def test_thresholds_are_those_of_the_twin(shape, distribution, dtype):
     types = {"thresholds": tf.float64, "ks": tf.int64, "stages": tf.int64, "factors": tf.float32}
     numbers = {name: tf.constant(options[name], kind) for name, kind in types.items()}
     gradients = [from_torch(gradient) for gradient in other.gradients]
-    theirs, _, table = tensorflow_ops.filter_bucket(
+    theirs, _, table = tensorflow_varying_ops.filter_bucket(
         gradients, variables, distribution=distribution, seed=SEED, **numbers
     )
     same(theirs, payloads)
@@ -89,9 +89,11 @@ def test_a_guess_at_a_fitted_threshold_changes_nothing(guess):
     """Given as a part of the threshold that is found."""
     options = {"ks": KS, "stages": STAGES, "factors": [FACTOR] * len(SIZES), "seed": SEED}
     drawn, other = Drawn("normal", torch.float32), Drawn("normal", torch.float32)
-    message, info, _ = ops.filter_bucket(drawn.gradients, drawn.residuals, thresholds=[0.0] * len(SIZES), **options)
+    message, info, _ = varying_ops.filter_bucket(
+        drawn.gradients, drawn.residuals, thresholds=[0.0] * len(SIZES), **options
+    )
     guesses = (guess * info[:, 0]).tolist()
-    again, same_info, _ = ops.filter_bucket(other.gradients, other.residuals, thresholds=guesses, **options)
+    again, same_info, _ = varying_ops.filter_bucket(other.gradients, other.residuals, thresholds=guesses, **options)
     same(again, message.numpy())
     assert same_info.tolist() == info.tolist()
     for one, two in zip(drawn.residuals, other.residuals, strict=True):
@@ -101,7 +103,7 @@ def test_a_guess_at_a_fitted_threshold_changes_nothing(guess):
 def test_what_is_not_active_is_fitted_as_it_is():
     drawn, still = Drawn("normal", torch.float32), Drawn("normal", torch.float32)
     options = {"thresholds": [0.0] * len(SIZES), "ks": KS, "stages": STAGES, "factors": [FACTOR] * len(SIZES)}
-    _, info, finite = ops.filter_bucket(drawn.gradients, drawn.residuals, is_active=False, **options)
+    _, info, finite = varying_ops.filter_bucket(drawn.gradients, drawn.residuals, is_active=False, **options)
     for row, k, stages, own, other in zip(info.tolist(), KS, STAGES, drawn.residuals, still.residuals, strict=True):
         found = reference.fit_tail(own.numpy(), k, stages, "exponential", 0)
         assert row[0] == pytest.approx(found.threshold, rel=1e-9) or found.is_misfit
@@ -113,7 +115,7 @@ def test_what_is_not_active_is_fitted_as_it_is():
 @pytest.mark.parametrize("shape", SHAPES[:-1])
 def test_fits_alone_are_those_of_the_twin(shape, distribution):
     residuals = Drawn(shape, torch.float32).residuals
-    fits = ops.fit_thresholds(residuals, KS, STAGES, distribution, SEED)
+    fits = varying_ops.fit_thresholds(residuals, KS, STAGES, distribution, SEED)
     for k, stages, residual, (threshold, misfit) in zip(KS, STAGES, residuals, fits, strict=True):
         found = reference.fit_tail(residual.numpy(), k, stages, distribution, SEED)
         assert threshold == pytest.approx(found.threshold, rel=1e-9)
@@ -134,18 +136,18 @@ def test_what_cannot_be_fitted_is_refused(changes, message):
     residual = torch.ones(9)
     velocities = [torch.zeros(9)] if "momentum" in changes else []
     with pytest.raises(ValueError, match=message):
-        ops.filter_bucket([torch.ones(9)], [residual], velocities, **options)
+        varying_ops.filter_bucket([torch.ones(9)], [residual], velocities, **options)
     types = {"thresholds": tf.float64, "ks": tf.int64, "stages": tf.int64, "factors": tf.float32}
     options |= {name: tf.constant(options[name], kind) for name, kind in types.items()}
     variables = [[tf.Variable(one.numpy()) for one in buffers] for buffers in ([residual], velocities)]
     with pytest.raises(Invalid, match=message):
-        tensorflow_ops.filter_bucket([tf.ones(9)], *variables, **options)
+        tensorflow_varying_ops.filter_bucket([tf.ones(9)], *variables, **options)
     assert residual.tolist() == [1.0] * 9
 
 
 def test_a_distribution_that_is_unknown_is_refused():
     with pytest.raises(ValueError, match="distribution must be exponential, gamma or pareto, got normal"):
-        ops.filter_bucket(
+        varying_ops.filter_bucket(
             [torch.ones(9)], [torch.ones(9)], factors=[1.0], thresholds=[0.0], ks=[1], distribution="normal"
         )
 
@@ -160,4 +162,4 @@ def test_a_distribution_that_is_unknown_is_refused():
 )
 def test_fits_alone_that_cannot_be_are_refused(ks, stages, message):
     with pytest.raises(ValueError, match=message):
-        ops.fit_thresholds([torch.ones(9)], ks, stages)
+        varying_ops.fit_thresholds([torch.ones(9)], ks, stages)

@@ -10,7 +10,8 @@ from tiers import examples
 
 from hvd_sparse import reference
 from hvd_sparse.tensorflow import ops as tensorflow_ops
-from hvd_sparse.torch import ops
+from hvd_sparse.tensorflow import varying_ops as tensorflow_varying_ops
+from hvd_sparse.torch import ops, varying_ops
 from hvd_sparse.wire import payload_size
 
 NS = [70_000, 5, 1000]
@@ -38,18 +39,20 @@ def test_found_and_added(dtype):
     sizes = [payload_size(n, max(1, count), *form) for counts in COUNTS for n, count in zip(NS, counts, strict=True)]
     assert places[0].reshape(-1).tolist() == [0, *np.cumsum(sizes)[:-1]]
     assert places[1].tolist() == [[max(1, count) for count in counts] for counts in COUNTS]
-    found = ops.locate_payloads(torch.from_numpy(gathered), NS, 3, *form)
+    found = varying_ops.locate_payloads(torch.from_numpy(gathered), NS, 3, *form)
     same(found, places)
-    same(tensorflow_ops.locate_payloads(gathered, NS, 3, *form), places)
-    traced = tf.function(lambda bytes_: tensorflow_ops.locate_payloads(bytes_, NS, 3, *form), autograph=False)
+    same(tensorflow_varying_ops.locate_payloads(gathered, NS, 3, *form), places)
+    traced = tf.function(lambda bytes_: tensorflow_varying_ops.locate_payloads(bytes_, NS, 3, *form), autograph=False)
     same(traced(tf.constant(gathered)), places)
     for member, (n, total) in enumerate(zip(NS, sums, strict=True)):
         place = places[:, :, member]
         same(torch.from_numpy(reference.reduce_located(gathered, place, n, *form, 0.5)), total)
         out = torch.full((n,), 7.0)
-        ops.reduce_located(torch.from_numpy(gathered), found[:, :, member].contiguous(), n, out, 0.5, *form)
+        varying_ops.reduce_located(torch.from_numpy(gathered), found[:, :, member].contiguous(), n, out, 0.5, *form)
         same(out, total)
-    for found, total in zip(tensorflow_ops.reduce_located_bucket(gathered, NS, 3, 0.5, *form), sums, strict=True):
+    for found, total in zip(
+        tensorflow_varying_ops.reduce_located_bucket(gathered, NS, 3, 0.5, *form), sums, strict=True
+    ):
         same(found, total)
 
 
@@ -71,9 +74,9 @@ def test_hostile_messages_are_refused(gathered, what):
     with pytest.raises(ValueError, match=what):
         reference.locate_payloads(gathered, NS, 3)
     with pytest.raises(ValueError, match=f"hvd_sparse.locate_payloads: .*{what}"):
-        ops.locate_payloads(torch.from_numpy(gathered), NS, 3)
+        varying_ops.locate_payloads(torch.from_numpy(gathered), NS, 3)
     with pytest.raises(tf.errors.InvalidArgumentError, match=f"hvd_sparse.locate_payloads: .*{what}"):
-        tensorflow_ops.locate_payloads(gathered, NS, 3)
+        tensorflow_varying_ops.locate_payloads(gathered, NS, 3)
 
 
 def test_every_flipped_bit_is_found_before_anything_is_added():
@@ -86,7 +89,7 @@ def test_every_flipped_bit_is_found_before_anything_is_added():
             damaged[byte] ^= 1 << bit
             out = torch.full((n,), 7.0)
             with pytest.raises(ValueError, match="rank"):
-                ops.reduce_located(torch.from_numpy(damaged), torch.from_numpy(places.copy()), n, out)
+                varying_ops.reduce_located(torch.from_numpy(damaged), torch.from_numpy(places.copy()), n, out)
             assert (out == 7.0).all()
 
 
@@ -104,7 +107,7 @@ def test_every_flipped_bit_is_found_before_anything_is_added():
 def test_places_out_of_the_message(places, n, message):
     gathered = reference.pack([1], [1.0], 5, 1)
     with pytest.raises(ValueError, match=message):
-        ops.reduce_located(torch.from_numpy(gathered), torch.tensor(places), n, torch.empty(n))
+        varying_ops.reduce_located(torch.from_numpy(gathered), torch.tensor(places), n, torch.empty(n))
 
 
 @given(entries())

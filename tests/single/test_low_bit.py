@@ -13,7 +13,7 @@ from test_ops import same
 from tiers import examples
 
 from hvd_sparse import reference, wire
-from hvd_sparse.torch import ops
+from hvd_sparse.torch import ops, varying_ops
 
 LOW_BIT = ["int2", "int1"]
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 2.0, math.inf, -math.inf, 1e-45, -1e-45, 1.1754944e-38, 3.4028235e38, -3.4028235e38]
@@ -295,26 +295,28 @@ def test_payloads_of_matrices_are_found_and_added(value_dtype):
     form = ("run_length", value_dtype)
     gathered, places, sums = located_message(value_dtype)
     same(tensor(reference.locate_payloads(gathered, NS, 3, *form, CHANNELS)), places)
-    found = ops.locate_payloads(tensor(gathered), NS, 3, *form, CHANNELS)
+    found = varying_ops.locate_payloads(tensor(gathered), NS, 3, *form, CHANNELS)
     same(found, places)
     for member, (n, total) in enumerate(zip(NS, sums, strict=True)):
         segments = np.array([[0, CHANNELS[member]]])
         same(tensor(reference.reduce_located(gathered, places[:, :, member], n, *form, 0.5, segments)), total)
         out = torch.full((n,), 7.0)
-        ops.reduce_located(tensor(gathered), found[:, :, member].contiguous(), n, out, 0.5, *form, tensor(segments))
+        varying_ops.reduce_located(
+            tensor(gathered), found[:, :, member].contiguous(), n, out, 0.5, *form, tensor(segments)
+        )
         same(out, total)
 
 
 def test_payloads_of_single_groups_are_found_without_channels():
     gathered, places, _ = located_message("int2", [1, 1, 1])
     same(tensor(reference.locate_payloads(gathered, NS, 3, "run_length", "int2")), places)
-    same(ops.locate_payloads(tensor(gathered), NS, 3, "run_length", "int2"), places)
+    same(varying_ops.locate_payloads(tensor(gathered), NS, 3, "run_length", "int2"), places)
 
 
 @pytest.mark.parametrize("channels", [[], [7, 3, 30], [7, 6, 20], [2, 3, 20], [1, 1, 1]])
 def test_payloads_of_other_matrices_are_not_found(channels):
     gathered, _, _ = located_message("int1")
     with pytest.raises(ValueError, match=r"hvd_sparse.locate_payloads: .*(checksum|cut off|size|entries)"):
-        ops.locate_payloads(tensor(gathered), NS, 3, "run_length", "int1", channels)
+        varying_ops.locate_payloads(tensor(gathered), NS, 3, "run_length", "int1", channels)
     with pytest.raises(ValueError, match=r"cut off|size|entries"):
         reference.locate_payloads(gathered, NS, 3, "run_length", "int1", channels or None)

@@ -7,7 +7,7 @@ from test_low_bit import LOW_BIT, VALUES, tensor
 
 from hvd_sparse import algorithms, reference, wire
 from hvd_sparse.granularity import by_group, channels_of, segments_of
-from hvd_sparse.torch import ops
+from hvd_sparse.torch import ops, varying_ops
 
 BAD_SEGMENTS = [
     *([[1, 2]], [[-1, 2]]),  # not from 0
@@ -27,7 +27,7 @@ def test_segments_that_do_not_fit_are_refused(segments, value_dtype):
         "pack": lambda: ops.pack(torch.tensor([1, 4]), torch.ones(2), n, k, out, *form),
         "unpack": lambda: ops.unpack(payload, n, k, *form),
         "reduce_payloads": lambda: ops.reduce_payloads(payload[None], 0, n, k, total, 1.0, *form),
-        "reduce_located": lambda: ops.reduce_located(payload, places, n, total, 1.0, *form),
+        "reduce_located": lambda: varying_ops.reduce_located(payload, places, n, total, 1.0, *form),
     }.items():
         with pytest.raises(ValueError, match=rf"hvd_sparse.{name}: segment \d from -?\d to -?\d of n = 6"):
             call()
@@ -173,10 +173,10 @@ def test_payloads_cut_or_flipped_anywhere_are_refused(n, indices, coding, value_
 def test_channels_are_as_many_as_tensors_and_fit_them():
     payload = torch.zeros(64, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"hvd_sparse.locate_payloads: channels must have 2 entries, one a member"):
-        ops.locate_payloads(payload, [5, 5], 1, "run_length", "int1", [2])
+        varying_ops.locate_payloads(payload, [5, 5], 1, "run_length", "int1", [2])
     for channels in ([0], [-1], [6]):
         with pytest.raises(ValueError, match=rf"hvd_sparse.locate_payloads: .*cannot have {channels[0]} channels"):
-            ops.locate_payloads(payload, [5], 1, "run_length", "int1", channels)
+            varying_ops.locate_payloads(payload, [5], 1, "run_length", "int1", channels)
         with pytest.raises(ValueError, match=f"there cannot be {channels[0]} channels"):
             reference.locate_payloads(payload.numpy(), [5], 1, "run_length", "int1", channels)
 

@@ -8,8 +8,8 @@ import tensorflow as tf
 import torch
 
 from hvd_sparse import reference
-from hvd_sparse.tensorflow import ops as tensorflow_ops
-from hvd_sparse.torch import ops
+from hvd_sparse.tensorflow import varying_ops as tensorflow_varying_ops
+from hvd_sparse.torch import varying_ops
 
 DRAWN = {
     "normal": lambda rng, n: rng.standard_normal(n),
@@ -54,14 +54,16 @@ def test_both_do_as_the_twin(kind, sizes):
                 gradients, wanted, factors=factors, begins=begins, **options
             )
             tensors = [torch.from_numpy(one.copy()) for one in residuals]
-            ours = ops.accumulate_partition(
+            ours = varying_ops.accumulate_partition(
                 [torch.from_numpy(one) for one in gradients], tensors, factors=factors, begins=begins, **options
             )
             where = f"{options}"
             for received, expected in zip(ours, (indices, sketch, bar, finite), strict=True):
                 np.testing.assert_array_equal(received.numpy(), expected, err_msg=where)
             variables = [tf.Variable(one) for one in residuals]
-            theirs = tensorflow_ops.accumulate_partition(gradients, variables, factors=tf.constant(factors), **options)
+            theirs = tensorflow_varying_ops.accumulate_partition(
+                gradients, variables, factors=tf.constant(factors), **options
+            )
             for received, expected in zip(theirs, (indices, sketch, finite), strict=True):
                 np.testing.assert_array_equal(received.numpy(), expected, err_msg=where)
             for memory, tensor, variable in zip(wanted, tensors, variables, strict=True):
@@ -72,7 +74,7 @@ def test_both_do_as_the_twin(kind, sizes):
 def test_what_no_tensor_covers_counts_as_zeros():
     gradients = [np.full(10, 2.0, np.float32), np.full(20, 3.0, np.float32)]
     residuals = [torch.zeros(10), torch.zeros(20)]
-    indices, sketch, threshold, finite = ops.accumulate_partition(
+    indices, sketch, threshold, finite = varying_ops.accumulate_partition(
         [torch.from_numpy(one) for one in gradients], residuals, factors=[1.0, 1.0], begins=[5, 40], begin=0, end=50,
         threshold=2.0, share=20.0, sample=50,
     )  # fmt: skip
@@ -88,13 +90,13 @@ def test_what_cannot_be_is_refused(change):
     given = {"factors": [1.0, 1.0], "begins": [0, 5], "begin": 0, "end": 15, "threshold": 1.0, "share": 3.0, **change}
     residuals = [torch.zeros(5), torch.zeros(10)]
     with pytest.raises(ValueError, match="accumulate_partition"):
-        ops.accumulate_partition([torch.ones(5), torch.ones(10)], residuals, **given)
+        varying_ops.accumulate_partition([torch.ones(5), torch.ones(10)], residuals, **given)
     assert not any(residual.any() for residual in residuals)
 
 
 def test_parts_that_overlap_are_refused():
     with pytest.raises(ValueError, match="ascend and not overlap"):
-        ops.accumulate_partition(
+        varying_ops.accumulate_partition(
             [torch.ones(5), torch.ones(10)], [torch.zeros(5), torch.zeros(10)], factors=[1.0, 1.0], begins=[0, 4],
             begin=0, end=15, threshold=1.0,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from test_ops import same
 from test_tensorflow_ops import Invalid, from_torch
 
 from hvd_sparse import reference
-from hvd_sparse.tensorflow import ops
+from hvd_sparse.tensorflow import bucket_ops, ops
 
 pytestmark = pytest.mark.each_value  # the core and its twin are compared elsewhere, pair by pair
 
@@ -38,7 +38,7 @@ def accumulate_and_select(gradient, residual, velocity=None, parameter=None, *, 
     """A bucket of one variable: whether the gradient was finite, the message, and float64[2]."""
     lists = [[] if one is None else [one] for one in (velocity, parameter)]
     numbers = {"factors": [factor], "ks": [k], "threshold_hints": tf.convert_to_tensor([hint], tf.float64)}
-    message, finite, info = ops.accumulate_bucket([gradient], [residual], *lists, **numbers, **rule)
+    message, finite, info = bucket_ops.accumulate_bucket([gradient], [residual], *lists, **numbers, **rule)
     return finite[0], message, info[0]
 
 

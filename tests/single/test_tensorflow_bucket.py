@@ -14,8 +14,8 @@ from test_ops import same
 from test_tensorflow_ops import Invalid, from_torch
 
 from hvd_sparse import reference
-from hvd_sparse.tensorflow import ops
-from hvd_sparse.torch import ops as torch_ops
+from hvd_sparse.tensorflow import bucket_ops, ops
+from hvd_sparse.torch import bucket_ops as torch_bucket_ops
 
 pytestmark = pytest.mark.each_value  # the core and its twin are compared elsewhere, pair by pair
 RETAINED = 0.7  # of what was sent, in the residual
@@ -70,7 +70,7 @@ class Variables:
         def call(factors, ks, hints, is_active):
             """Pass all values that may change from step to step as tensors."""
             numbers = {"factors": factors, "ks": ks, "threshold_hints": hints, "is_active": is_active, "seed": 3}
-            return ops.accumulate_bucket(*lists, **numbers, **self.rule, level=self.level, **self.wire)
+            return bucket_ops.accumulate_bucket(*lists, **numbers, **self.rule, level=self.level, **self.wire)
 
         numbers = [([0.5] * len(SIZES), tf.float32), (self.ks, tf.int64), ([hint] * len(self.ks), tf.float64)]
         return self.call(call, *numbers, (is_active, tf.bool))
@@ -84,12 +84,14 @@ class Variables:
         self.call(call, (message, tf.uint8), (self.ks, tf.int64), (is_void, tf.bool))
 
     def _clear(self, message, ks, is_void):
-        return ops.clear_bucket(message, ks, is_void, self.residuals, self.velocities, **self.wire, retained=RETAINED)
+        return bucket_ops.clear_bucket(
+            message, ks, is_void, self.residuals, self.velocities, **self.wire, retained=RETAINED
+        )
 
     def reduce(self, gathered, ranks, scale):
         def call(gathered, ranks, ks, scale):
             """Trace with a message of any size."""
-            return ops.reduce_bucket(gathered, SIZES, ranks, ks, scale, **self.wire)
+            return bucket_ops.reduce_bucket(gathered, SIZES, ranks, ks, scale, **self.wire)
 
         return self.call(call, (gathered, tf.uint8), (ranks, tf.int64), (self.ks, tf.int64), (scale, tf.float32))
 
@@ -122,10 +124,10 @@ def test_payloads_memories_and_sums_are_those_of_torch(rule, form, joint, traced
         variables.check_memory(bucket)
         variables.clear(message)
         memory = (bucket.residuals, bucket.velocities)
-        torch_ops.clear_bucket(bucket.out, *memory, layout=bucket.layout, **bucket.wire, retained=RETAINED)
+        torch_bucket_ops.clear_bucket(bucket.out, *memory, layout=bucket.layout, **bucket.wire, retained=RETAINED)
         variables.check_memory(bucket)
     outs = [torch.full((n,), 9.0) for n in SIZES]
-    torch_ops.reduce_bucket(torch.stack([bucket.out] * 3), outs, 0.5, layout=bucket.layout, **bucket.wire)
+    torch_bucket_ops.reduce_bucket(torch.stack([bucket.out] * 3), outs, 0.5, layout=bucket.layout, **bucket.wire)
     for found, wanted in zip(variables.reduce(np.tile(message, 3), 3, 0.5), outs, strict=True):
         same_as_torch(found, wanted)
 
@@ -168,7 +170,7 @@ def test_void_nothing_is_cleared(rule, form, joint, traced):
 
 def test_an_empty_contribution_clears_nothing():
     residual, message = tf.Variable(tf.ones([50])), ops.pack(tf.zeros([0], tf.int64), tf.zeros([0]), 50, 3)
-    ops.clear_bucket(message, [3], False, [residual])
+    bucket_ops.clear_bucket(message, [3], False, [residual])
     assert residual.numpy().sum() == 50
 
 
@@ -191,10 +193,10 @@ def test_shapes_are_known_while_tracing(joint):
         hints = tf.zeros_like(ks, tf.float64)
         lists = (variables.gradients, variables.residuals)
         factors = tf.ones([len(SIZES)])
-        message, finite, info = ops.accumulate_bucket(
+        message, finite, info = bucket_ops.accumulate_bucket(
             *lists, factors=factors, ks=ks, threshold_hints=hints, joint=joint
         )
-        sums = ops.reduce_bucket(message, SIZES, 1, ks, joint=joint)
+        sums = bucket_ops.reduce_bucket(message, SIZES, 1, ks, joint=joint)
         gradient = ops.take_sum(sums[2], token, 1.0, False, tf.TensorShape([10, 100]))
         shapes.update(message=message.shape, finite=finite.shape, info=info.shape, gradient=gradient.shape)
         shapes["sums"] = [one.shape.as_list() for one in sums]
@@ -210,7 +212,7 @@ def accumulate(**changes):
     """A call for two members, but for the changes."""
     options = {"factors": [1.0, 1.0], "ks": [1, 2], "threshold_hints": tf.zeros([2], tf.float64)}
     lists = {"gradients": [tf.ones([5]), tf.ones([6])], "residuals": [zeros(5), zeros(6)]}
-    return ops.accumulate_bucket(**{**lists, **options, **changes})
+    return bucket_ops.accumulate_bucket(**{**lists, **options, **changes})
 
 
 def zeros(*shape, dtype=tf.float32):
@@ -271,22 +273,22 @@ def test_wrong_arguments_of_joint_members_touch_nothing():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ops.clear_bucket(packed(), [2, 2], False, [zeros(5)]), "clear_bucket: ks must have 1 entries"),
-        (lambda: ops.clear_bucket(packed(), [3], False, [zeros(5)]), "clear_bucket: message must have .* bytes"),
-        (lambda: ops.clear_bucket(packed(), [2], False, [zeros(5)], [zeros(6)]), "velocity and residual differ"),
-        (lambda: ops.clear_bucket(packed(), [2], False, [zeros(5)], [zeros(5), zeros(5)]), "2 velocities but 1 resid"),
-        (lambda: ops.clear_bucket(packed(), [2], [False], [zeros(5)]), "clear_bucket: is_void must be a scalar"),
-        (lambda: ops.clear_bucket(packed()[None], [2], False, [zeros(5)]), "message must have one dimension"),
-        (lambda: ops.clear_bucket(packed(6), [2], False, [zeros(5)]), "clear_bucket: payload"),
-        (lambda: ops.reduce_bucket(packed(), [5], 1, [2, 2]), "reduce_bucket: ks must have 1 entries"),
-        (lambda: ops.reduce_bucket(packed(), [5], 2, [2]), "reduce_bucket: gathered must be a message of .* 2 ranks"),
-        (lambda: ops.reduce_bucket(packed(), [5], 0, [2]), r"ranks must be in \[1, 2\^23\], got 0"),
-        (lambda: ops.reduce_bucket(packed(), [5], -1, [2]), r"ranks must be in \[1, 2\^23\], got -1"),
-        (lambda: ops.reduce_bucket(packed()[None], [5], 1, [2]), "gathered must have one dimension"),
-        (lambda: ops.reduce_bucket(packed(), [5], [1], [2]), "ranks must be a scalar"),
-        (lambda: ops.reduce_bucket(packed(), [5], 1, [2], tf.ones([2])), "scale must be a scalar"),
-        (lambda: ops.reduce_bucket(packed(), [-5], 1, [2]), "ns must be >= 0"),
-        (lambda: ops.reduce_bucket(packed(), [6], 1, [2]), "reduce_bucket: from rank 0: payload"),
+        (lambda: bucket_ops.clear_bucket(packed(), [2, 2], False, [zeros(5)]), "clear_bucket: ks must have 1 entries"),
+        (lambda: bucket_ops.clear_bucket(packed(), [3], False, [zeros(5)]), "clear_bucket: message must have .* bytes"),
+        (lambda: bucket_ops.clear_bucket(packed(), [2], False, [zeros(5)], [zeros(6)]), "velocity and residual differ"),
+        (lambda: bucket_ops.clear_bucket(packed(), [2], False, [zeros(5)], [zeros(5), zeros(5)]), "2 velocities but 1"),
+        (lambda: bucket_ops.clear_bucket(packed(), [2], [False], [zeros(5)]), "clear_bucket: is_void must be a scalar"),
+        (lambda: bucket_ops.clear_bucket(packed()[None], [2], False, [zeros(5)]), "message must have one dimension"),
+        (lambda: bucket_ops.clear_bucket(packed(6), [2], False, [zeros(5)]), "clear_bucket: payload"),
+        (lambda: bucket_ops.reduce_bucket(packed(), [5], 1, [2, 2]), "reduce_bucket: ks must have 1 entries"),
+        (lambda: bucket_ops.reduce_bucket(packed(), [5], 2, [2]), "gathered must be a message of .* 2 ranks"),
+        (lambda: bucket_ops.reduce_bucket(packed(), [5], 0, [2]), r"ranks must be in \[1, 2\^23\], got 0"),
+        (lambda: bucket_ops.reduce_bucket(packed(), [5], -1, [2]), r"ranks must be in \[1, 2\^23\], got -1"),
+        (lambda: bucket_ops.reduce_bucket(packed()[None], [5], 1, [2]), "gathered must have one dimension"),
+        (lambda: bucket_ops.reduce_bucket(packed(), [5], [1], [2]), "ranks must be a scalar"),
+        (lambda: bucket_ops.reduce_bucket(packed(), [5], 1, [2], tf.ones([2])), "scale must be a scalar"),
+        (lambda: bucket_ops.reduce_bucket(packed(), [-5], 1, [2]), "ns must be >= 0"),
+        (lambda: bucket_ops.reduce_bucket(packed(), [6], 1, [2]), "reduce_bucket: from rank 0: payload"),
     ],
 )
 def test_wrong_arguments_of_the_others_are_named(call, message):

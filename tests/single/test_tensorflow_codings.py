@@ -27,7 +27,7 @@ from test_tensorflow_ops import BYTES, INTEGER, Invalid, spec
 from tiers import examples
 
 from hvd_sparse import reference, wire
-from hvd_sparse.tensorflow import ops
+from hvd_sparse.tensorflow import ops, varying_ops
 
 pytestmark = pytest.mark.each_value  # the core and its twin are compared elsewhere, pair by pair
 
@@ -98,7 +98,7 @@ def test_found_and_added(coding, value_dtype):
     gathered, where, sums = located_message(*form)
 
     def locate(message):
-        return ops.locate_payloads(message, NS, 3, *form, CHANNELS)
+        return varying_ops.locate_payloads(message, NS, 3, *form, CHANNELS)
 
     same(locate(gathered), where)
     same(tf.function(locate, input_signature=[BYTES], autograph=False)(tf.constant(gathered)), where)
@@ -106,7 +106,7 @@ def test_found_and_added(coding, value_dtype):
         locate(gathered[:-8])
 
     def add(message):
-        return ops.reduce_located_bucket(message, NS, 3, 0.5, *form, CHANNELS)
+        return varying_ops.reduce_located_bucket(message, NS, 3, 0.5, *form, CHANNELS)
 
     for call in (add, tf.function(add, input_signature=[BYTES], autograph=False)):
         for found, total in zip(call(tf.constant(gathered)), sums, strict=True):
@@ -153,7 +153,7 @@ def test_damaged_payloads_and_those_of_another_coding_are_refused(n, k, coding):
         lambda: ops.pack([1], [1.0], 5, 1, "gzip"),
         lambda: ops.unpack(np.zeros(40, np.uint8), 5, 1, "gzip"),
         lambda: ops.reduce_payloads(np.zeros((1, 40), np.uint8), 0, 5, 1, 1.0, "gzip"),
-        lambda: ops.locate_payloads(np.zeros(40, np.uint8), [5], 1, "gzip"),
+        lambda: varying_ops.locate_payloads(np.zeros(40, np.uint8), [5], 1, "gzip"),
     ],
 )
 def test_an_unknown_coding_is_told_all_codings(call):

@@ -14,7 +14,7 @@ from test_tensorflow_ops import BYTES, FLOAT, INTEGER, Invalid, spec
 from tiers import examples
 
 from hvd_sparse import reference, wire
-from hvd_sparse.tensorflow import ops
+from hvd_sparse.tensorflow import ops, varying_ops
 
 INDICES, VECTOR, SEGMENTS = spec("int64", None), spec("float32", None), spec("int64", None, 2)
 
@@ -126,13 +126,13 @@ def test_denormals_survive_the_threads_that_flush_them(value_dtype):
 def test_payloads_of_matrices_are_found_and_added(value_dtype):
     form = ("run_length", value_dtype)
     gathered, places, sums = located_message(value_dtype)
-    locate = functools.partial(ops.locate_payloads, ns=NS, ranks=3, coding=form[0], value_dtype=value_dtype)
+    locate = functools.partial(varying_ops.locate_payloads, ns=NS, ranks=3, coding=form[0], value_dtype=value_dtype)
     same(locate(gathered, channels=CHANNELS), places)
     graph = tf.function(lambda bytes_: locate(bytes_, channels=CHANNELS), input_signature=[BYTES], autograph=False)
     same(graph(tf.constant(gathered)), places)
     with pytest.raises(Invalid, match=r"hvd_sparse.locate_payloads: .*(checksum|cut off|size|entries)"):
         locate(gathered)
-    add = functools.partial(ops.reduce_located_bucket, ns=NS, ranks=3, scale=0.5, channels=CHANNELS)
+    add = functools.partial(varying_ops.reduce_located_bucket, ns=NS, ranks=3, scale=0.5, channels=CHANNELS)
     add = functools.partial(add, coding=form[0], value_dtype=value_dtype)
     for call in (add, tf.function(lambda bytes_: add(bytes_), input_signature=[BYTES], autograph=False)):
         for found, total in zip(call(tf.constant(gathered)), sums, strict=True):
@@ -184,8 +184,8 @@ def test_segments_that_do_not_fit_are_refused(segments, value_dtype):
         (lambda: ops.pack([0, 1], [1.0, 2.0], 2, 2, "dense", "int1"), "hvd_sparse.pack: .*quantize them first"),
         (lambda: ops.pack([0], [1.0], 5, 1, "dense"), "hvd_sparse.pack: .*all n = 5 entries, got k = 1"),
         (lambda: ops.pack([0], [1.0], 5, 1, "run_length", "int1", [[1]]), "hvd_sparse.pack: segments must be"),
-        (lambda: ops.locate_payloads([], [5, 5], 1, channels=[2]), "channels must have 2 entries, one a member"),
-        (lambda: ops.locate_payloads(np.zeros(64, np.uint8), [5], 1, "run_length", "int1", [6]), "have 6 channels"),
+        (lambda: varying_ops.locate_payloads([], [5, 5], 1, channels=[2]), "channels must have 2 entries, one a"),
+        (lambda: varying_ops.locate_payloads(np.zeros(64, np.uint8), [5], 1, "run_length", "int1", [6]), "6 channels"),
     ],
 )
 def test_refusals_name_the_argument(call, message):

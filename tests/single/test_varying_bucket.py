@@ -11,8 +11,10 @@ from test_ops import raw, same
 from test_tensorflow_ops import Invalid, from_torch
 
 from hvd_sparse import reference
+from hvd_sparse.tensorflow import bucket_ops as tensorflow_bucket_ops
 from hvd_sparse.tensorflow import ops as tensorflow_ops
-from hvd_sparse.torch import ops
+from hvd_sparse.tensorflow import varying_ops as tensorflow_varying_ops
+from hvd_sparse.torch import ops, varying_ops
 
 SIZES = (1, 7, 1000, 65_537, 70_000)
 CHANNELS = [1 + n // 100 for n in SIZES]
@@ -65,7 +67,7 @@ class Drawn:
         """Call torch's operator."""
         lists = (self.gradients, self.residuals, self.velocities, self.parameters)
         options = {"factors": [0.5] * len(SIZES), "thresholds": THRESHOLDS, "ks": KS, "level": self.level}
-        return ops.filter_bucket(*lists, **{**self.rule, **self.form(), **options, **changes})
+        return varying_ops.filter_bucket(*lists, **{**self.rule, **self.form(), **options, **changes})
 
 
 class Variables:
@@ -87,7 +89,7 @@ class Variables:
         def run(thresholds, ks, is_active, factors):
             """Be traced."""
             numbers = {"thresholds": thresholds, "ks": ks, "is_active": is_active, "factors": factors}
-            return tensorflow_ops.filter_bucket(*lists, **numbers, **options)
+            return tensorflow_varying_ops.filter_bucket(*lists, **numbers, **options)
 
         run = tf.function(run, autograph=False) if self.traced else run
         numbers = ((thresholds, tf.float64), (ks, tf.int64), (is_active, tf.bool), (factors, tf.float32))
@@ -176,7 +178,7 @@ def test_a_k_of_zeros_sends_what_is_not_zero():
     """A threshold of zero would send everything."""
     gradient, residual = torch.zeros(10), torch.zeros(10)
     gradient[3] = 2.0
-    message, info, _ = ops.filter_bucket([gradient], [residual], factors=[1.0], thresholds=[0.0], ks=[4])
+    message, info, _ = varying_ops.filter_bucket([gradient], [residual], factors=[1.0], thresholds=[0.0], ks=[4])
     assert info.tolist() == [[SMALLEST, 1.0, 0.0]]
     assert ops.unpack(message, 10, 1)[0].tolist() == [3]
 
@@ -200,14 +202,14 @@ def test_messages_are_found_and_added(form):
     gathered, sums = messages(form)
     for places in ([0, 1, 2, 3, 4], [3, 1], []):
         outs = [torch.full((SIZES[place],), 7.0) for place in places]
-        ops.reduce_located_bucket(torch.from_numpy(gathered), SIZES, 3, outs, places, 0.5, **drawn.form())
+        varying_ops.reduce_located_bucket(torch.from_numpy(gathered), SIZES, 3, outs, places, 0.5, **drawn.form())
         for out, place in zip(outs, places, strict=True):
             same(out, sums[place])
     for traced in (False, True):
 
         def call(gathered, ranks, scale):
             """Trace with a message of any size."""
-            return tensorflow_ops.reduce_located_bucket(gathered, SIZES, ranks, scale, **drawn.form())
+            return tensorflow_varying_ops.reduce_located_bucket(gathered, SIZES, ranks, scale, **drawn.form())
 
         function = tf.function(call, autograph=False) if traced else call
         found = function(tf.constant(gathered), tf.constant(3, tf.int64), tf.constant(0.5))
@@ -223,10 +225,10 @@ def test_a_damaged_message_is_refused(where):
         damaged[36 if where == "first" else -12] ^= 1
     outs = [torch.full((n,), 7.0) for n in SIZES]
     with pytest.raises(ValueError, match="reduce_located_bucket: from rank"):
-        ops.reduce_located_bucket(torch.from_numpy(damaged), SIZES, 3, outs, range(5))
+        varying_ops.reduce_located_bucket(torch.from_numpy(damaged), SIZES, 3, outs, range(5))
     assert all(bool((out == 7.0).all()) for out in outs)
     with pytest.raises(Invalid, match="reduce_located_bucket: from rank"):
-        tensorflow_ops.reduce_located_bucket(damaged, SIZES, 3)
+        tensorflow_varying_ops.reduce_located_bucket(damaged, SIZES, 3)
 
 
 WRONG = [
@@ -284,22 +286,22 @@ def test_wrong_sums_are_named():
         ((SIZES, 3, [torch.empty(1, dtype=torch.int64)], [0]), "out must be Float"),
     ):
         with pytest.raises(ValueError, match=f"hvd_sparse.reduce_located_bucket: .*{message}"):
-            ops.reduce_located_bucket(gathered, *arguments)
+            varying_ops.reduce_located_bucket(gathered, *arguments)
     for ranks in (0, 2**62):
         message = rf"ranks must be in \[1, 2\^23\], got {ranks}"
         with pytest.raises(Invalid, match=message):
-            tensorflow_ops.reduce_located_bucket(gathered.numpy(), SIZES, ranks)
+            tensorflow_varying_ops.reduce_located_bucket(gathered.numpy(), SIZES, ranks)
         with pytest.raises(Invalid, match=message):
-            tensorflow_ops.locate_payloads(gathered.numpy(), SIZES, ranks)
+            tensorflow_varying_ops.locate_payloads(gathered.numpy(), SIZES, ranks)
         with pytest.raises(Invalid, match=message):
-            tensorflow_ops.reduce_bucket(gathered.numpy(), [5], ranks, [1])
+            tensorflow_bucket_ops.reduce_bucket(gathered.numpy(), [5], ranks, [1])
     numbers = {"ranks": tf.constant(3, tf.int64), "scale": 1.0, "coding": "run_length", "value_dtype": "float32"}
     for name, more in (("reduce_located_bucket", {}), ("reduce_bucket", {"ks": [1], "joint": False})):
         call = getattr(tensorflow_ops._ops, f"hvd_sparse_{name}")
         with pytest.raises(Invalid, match=f"hvd_sparse.{name}: M must be the number of ns"):
             call(gathered=gathered.numpy(), ns=[5], channels=[], M=2, **numbers, **more)
     with pytest.raises(Invalid, match="channels must have 5 entries, one a member; got 1"):
-        tensorflow_ops.reduce_located_bucket(gathered.numpy(), SIZES, 3, channels=[1])
+        tensorflow_varying_ops.reduce_located_bucket(gathered.numpy(), SIZES, 3, channels=[1])
 
 
 def test_shapes_are_known_while_tracing():
@@ -310,7 +312,7 @@ def test_shapes_are_known_while_tracing():
         """Look at shapes only."""
         message, finite, info = variables.call()
         shapes["filter"] = [message.shape.as_list(), finite.shape.as_list(), info.shape.as_list()]
-        sums = tensorflow_ops.reduce_located_bucket(gathered, SIZES, 3)
+        sums = tensorflow_varying_ops.reduce_located_bucket(gathered, SIZES, 3)
         shapes["sums"] = [total.shape.as_list() for total in sums]
         return message
 

@@ -13,7 +13,7 @@ from hvd_sparse.buckets import plan_buckets
 from hvd_sparse.granularity import channels_of, segments_of
 from hvd_sparse.half import HALF, rest_of
 from hvd_sparse.reduce_scatter import Bounds
-from hvd_sparse.tensorflow import ops
+from hvd_sparse.tensorflow import bucket_ops, ops
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, read_after
 from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.traffic import Counted
@@ -231,8 +231,8 @@ class BucketCodec(Codec):
         """Clear the sent entries, unless the step is skipped; set the arrivals' sums; return the operations to run."""
         buffers = [arrival.feedback.cleared() for arrival in bucket.arrivals]
         memory = ([own[0] for own in buffers], [velocity for own in buffers for velocity in own[1:]])
-        retained = bucket.arrivals[0].feedback.retained
-        cleared = ops.clear_bucket(bucket.message, bucket.ks, now.ignores_payloads, *memory, **form, retained=retained)
+        options = {**form, "retained": bucket.arrivals[0].feedback.retained}
+        cleared = bucket_ops.clear_bucket(bucket.message, bucket.ks, now.ignores_payloads, *memory, **options)
         done = [cleared]
         for arrival, total in zip(bucket.arrivals, sums, strict=True):
             done += self._set_sum(arrival, total, now, [cleared])

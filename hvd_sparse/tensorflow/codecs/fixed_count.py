@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from hvd_sparse.tensorflow import ops
+from hvd_sparse.tensorflow import bucket_ops
 from hvd_sparse.tensorflow.codecs.base import Arrival, Bucket, BucketCodec, Round
 from hvd_sparse.tensorflow.error_feedback import decays, destinations
 from hvd_sparse.tensorflow.threshold import ThresholdHints
@@ -39,7 +39,7 @@ class FixedCount(BucketCodec):
     def _fill(self, name: str, arrivals: list[Arrival], counts: tf.Tensor, hints: tf.Tensor, now: Round) -> Bucket:
         """Accumulate, select and pack in the members of a bucket, per variable or jointly."""
         feedback = [arrival.feedback for arrival in arrivals]
-        payloads, finite, info = ops.accumulate_bucket(
+        payloads, finite, info = bucket_ops.accumulate_bucket(
             [arrival.gradient for arrival in arrivals],
             *destinations(feedback),
             factors=tf.stack([arrival.factor for arrival in arrivals]),
@@ -68,7 +68,7 @@ class FixedCount(BucketCodec):
         form = self._form(bucket.arrivals, joint=self.is_joint)
         sizes = [arrival.feedback.size for arrival in bucket.arrivals]
         ranks, scale = now.units.world_size, now.units.outgoing()
-        sums = ops.reduce_bucket(gathered, sizes, ranks, bucket.ks, scale, **form)
+        sums = bucket_ops.reduce_bucket(gathered, sizes, ranks, bucket.ks, scale, **form)
         return self._delivered(bucket, sums, now, form)
 
     def _selected(self, arrivals: list[Arrival]) -> list[str]:

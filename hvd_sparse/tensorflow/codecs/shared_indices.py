@@ -14,7 +14,7 @@ from hvd_sparse.granularity import by_group
 from hvd_sparse.members import is_elastic
 from hvd_sparse.partition import FEWEST_SAMPLED, SAMPLED, SKETCH_BINS, partition
 from hvd_sparse.sampling import stratified_sample
-from hvd_sparse.tensorflow import ops
+from hvd_sparse.tensorflow import bucket_ops, ops, varying_ops
 from hvd_sparse.tensorflow.codecs.base import Arrival, Bucket, Codec, Round, gather, once
 from hvd_sparse.tensorflow.threshold import PredictedThreshold, ScaledThreshold, ThresholdHints
 from hvd_sparse.wire import LOW_BITS, largest_payload
@@ -65,14 +65,14 @@ class SharedIndices(Codec):
         packed = ops.pack(indices, total, n, k[0])
         if is_exact:
             done.append(
-                ops.clear_bucket(
+                bucket_ops.clear_bucket(
                     packed, k, now.ignores_payloads, [arrival.feedback.residual for arrival in arrivals], joint=True
                 )
             )
         else:
             done += self._clear_parts(arrivals, indices, values, values - sent, now)
         sizes = [arrival.feedback.size for arrival in arrivals]
-        parts = ops.reduce_bucket(packed, sizes, 1, k, joint=True)
+        parts = bucket_ops.reduce_bucket(packed, sizes, 1, k, joint=True)
         return done + self._give_parts(arrivals, parts, now, list(done))
 
     def _rows(self, sketch: tf.Tensor | None, now: Round) -> tf.Tensor:
@@ -132,7 +132,7 @@ class SharedIndices(Codec):
     def _shared_indices(self, gathered: tf.Tensor, n: int) -> tf.Tensor:
         """Return the indices that all ranks selected, ascending."""
         coding, ranks = self.algorithm.coding, self.exchange.size()
-        offsets, counts = tf.unstack(ops.locate_payloads(gathered, [n], ranks, coding, "none")[:, :, 0])
+        offsets, counts = tf.unstack(varying_ops.locate_payloads(gathered, [n], ranks, coding, "none")[:, :, 0])
         ends = tf.concat([offsets[1:], tf.size(gathered, tf.int64)[None]], 0)
         parts = []
         for rank in range(ranks):
@@ -211,7 +211,7 @@ class Partition(Selection):
             bits = once(now.present, tf.bitcast(threshold, tf.int64))  # of numbers above 0: in their order
             threshold = tf.bitcast(self._codec.exchange.furthest(f"threshold{now.suffix}", bits), tf.float64)
         bucket.threshold = threshold
-        bucket.indices, sketch, finite = ops.accumulate_partition(
+        bucket.indices, sketch, finite = varying_ops.accumulate_partition(
             [arrival.gradient for arrival in arrivals],
             [arrival.feedback.residual for arrival in arrivals],
             factors=tf.stack([arrival.factor for arrival in arrivals]),

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from hvd_sparse.tensorflow import ops
+from hvd_sparse.tensorflow import varying_ops
 from hvd_sparse.tensorflow.codecs.base import Arrival, Bucket, BucketCodec, Round
 from hvd_sparse.tensorflow.error_feedback import decays, destinations
 from hvd_sparse.tensorflow.threshold import make_thresholds
@@ -37,7 +37,7 @@ class Threshold(BucketCodec):
     def _filter(self, name: str, arrivals: list[Arrival], plan: dict[str, tf.Tensor], now: Round) -> Bucket:
         """Accumulate, select the elements that reach the thresholds in the members of a bucket, and pack."""
         feedback = [arrival.feedback for arrival in arrivals]
-        payloads, finite, info = ops.filter_bucket(
+        payloads, finite, info = varying_ops.filter_bucket(
             [arrival.gradient for arrival in arrivals],
             *destinations(feedback),
             factors=tf.stack([arrival.factor for arrival in arrivals]),
@@ -60,5 +60,5 @@ class Threshold(BucketCodec):
         form = self._form(bucket.arrivals)
         sizes = [arrival.feedback.size for arrival in bucket.arrivals]
         ranks, scale = now.units.world_size, now.units.outgoing()
-        sums = ops.reduce_located_bucket(gathered, sizes, ranks, scale, **form)
+        sums = varying_ops.reduce_located_bucket(gathered, sizes, ranks, scale, **form)
         return self._delivered(bucket, sums, now, form)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hvd_sparse.torch import ops
+from hvd_sparse.torch import bucket_ops
 from hvd_sparse.torch.codecs.base import Arrivals, Bucket, BucketCodec, Codec, cleared, in_training, sum_buffer
 from hvd_sparse.torch.error_feedback import decays, destinations
 from hvd_sparse.wire import top_k_count
@@ -16,8 +16,8 @@ class FixedCount(BucketCodec):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         names = [*self.parameters]
-        self._hints = dict(zip(names, ops.new_hints(len(names), self.device), strict=True))  # float64[3] each
-        self._joint_hints = ops.new_hints(1, self.device)
+        self._hints = dict(zip(names, bucket_ops.new_hints(len(names), self.device), strict=True))  # float64[3] each
+        self._joint_hints = bucket_ops.new_hints(1, self.device)
 
     @property
     def is_joint(self) -> bool:
@@ -48,7 +48,7 @@ class FixedCount(BucketCodec):
         if not training:
             return
         feedback, members = [self.feedback[name] for name in training], bucket.numbers(training)
-        _, finite = ops.accumulate_bucket(
+        _, finite = bucket_ops.accumulate_bucket(
             [arrival.gradient for arrival in training.values()],
             *destinations(feedback),
             layout=bucket.layout,
@@ -73,13 +73,15 @@ class FixedCount(BucketCodec):
             self.clear(bucket, training)
         bucket.sums = {name: sum_buffer(arrival.gradient) for name, arrival in arrivals.items()}
         ranks, outs = gathered.view(self.now.world_size, -1), list(bucket.sums.values())
-        ops.reduce_bucket(ranks, outs, scale, layout=bucket.layout, members=bucket.numbers(arrivals), **self._form())
+        bucket_ops.reduce_bucket(
+            ranks, outs, scale, layout=bucket.layout, members=bucket.numbers(arrivals), **self._form()
+        )
 
     def clear(self, bucket: Bucket, training: Arrivals) -> None:
         """Clear the sent entries in the error feedback of the members that took part."""
         feedback = [self.feedback[name] for name in training]
         form = {"layout": bucket.layout, "members": bucket.numbers(training), **self._form()}
-        ops.clear_bucket(bucket.message, *cleared(feedback), retained=feedback[0].retained, **form)
+        bucket_ops.clear_bucket(bucket.message, *cleared(feedback), retained=feedback[0].retained, **form)
 
     def _pack_absent(self, bucket: Bucket, training: Arrivals) -> None:
         """Write empty payloads for members that take no part; for a joint selection, one if no member takes part."""

@@ -15,7 +15,7 @@ from hvd_sparse.granularity import by_group
 from hvd_sparse.partition import SKETCH_BINS, PredictedThreshold, ScaledThreshold, partition, sketch_sample
 from hvd_sparse.sampling import stratified_sample
 from hvd_sparse.threshold import ThresholdHint
-from hvd_sparse.torch import ops
+from hvd_sparse.torch import bucket_ops, ops, varying_ops
 from hvd_sparse.torch.codecs.base import Arrivals, Bucket, Codec, in_training, sum_buffer
 from hvd_sparse.torch.codecs.fixed_count import plan_joint
 from hvd_sparse.torch.error_feedback import ErrorFeedback, make_error_feedback
@@ -97,7 +97,7 @@ class SharedIndices(Codec):
         ops.pack(indices[order], total[order], n, k, packed)
         sums = {name: sum_buffer(arrivals[name].gradient) for name in names}
         layout = BucketLayout(bucket.layout.sizes, [k], [], True)
-        ops.reduce_bucket(packed.view(1, -1), list(sums.values()), layout=layout, members=bucket.numbers(names))
+        bucket_ops.reduce_bucket(packed.view(1, -1), list(sums.values()), layout=layout, members=bucket.numbers(names))
         return sums
 
     def _sum_values(
@@ -144,7 +144,7 @@ class SharedIndices(Codec):
     def _shared_indices(self, gathered: torch.Tensor, n: int) -> torch.Tensor:
         """Return the indices that all ranks selected, ascending."""
         coding = self.algorithm.coding
-        located = ops.locate_payloads(gathered, [n], self.now.world_size, coding, "none")
+        located = varying_ops.locate_payloads(gathered, [n], self.now.world_size, coding, "none")
         parts = []
         for rank, (offset, k) in enumerate(zip(*located.flatten(1).tolist(), strict=True)):
             payload = gathered.narrow(0, offset, payload_size(n, k, coding, "none"))
@@ -238,7 +238,7 @@ class Partition(Selection):
         begin, end = partition(now.number, now.rank, now.world_size, len(residual))
         threshold, share = self.thresholds["model"].plan(k, now.world_size)
         starts = dict(zip(bucket.members, itertools.accumulate(sizes, initial=0), strict=False))
-        indices, sketch, _, finite = ops.accumulate_partition(
+        indices, sketch, _, finite = varying_ops.accumulate_partition(
             [arrival.gradient for arrival in arrivals.values()],
             [self._codec.feedback[name].residual for name in arrivals],
             factors=[arrival.factor for arrival in arrivals.values()],

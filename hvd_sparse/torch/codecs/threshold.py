@@ -8,7 +8,7 @@ import torch
 
 from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.threshold import SMALLEST, Plan, make_threshold
-from hvd_sparse.torch import device, ops
+from hvd_sparse.torch import bucket_ops, device, ops, varying_ops
 from hvd_sparse.torch.codecs.base import Arrivals, Bucket, BucketCodec, cleared, in_training, sum_buffer
 from hvd_sparse.torch.error_feedback import decays, destinations
 from hvd_sparse.wire import largest_payload
@@ -80,7 +80,7 @@ class Threshold(BucketCodec):
         """Clear the sent entries in the error feedback of the members that took part."""
         own, feedback = self._own.pop(bucket.name), [self.feedback[name] for name in training]
         layout = self._layout_of(training, own)
-        ops.clear_bucket(own.payloads, *cleared(feedback), layout=layout, **self._form())
+        bucket_ops.clear_bucket(own.payloads, *cleared(feedback), layout=layout, **self._form())
 
     def _filter(self, arrivals: Arrivals) -> Filtered:
         if device.is_cuda(self.device):
@@ -88,7 +88,7 @@ class Threshold(BucketCodec):
         gradients = [arrival.gradient for arrival in arrivals.values()]
         feedback, units = [self.feedback[name] for name in arrivals], self.now.units
         plans = [self._plan_of(name) for name in arrivals]
-        payloads, info, finite = ops.filter_bucket(
+        payloads, info, finite = varying_ops.filter_bucket(
             gradients,
             *destinations(feedback),
             factors=[arrival.factor for arrival in arrivals.values()],
@@ -136,7 +136,7 @@ class Threshold(BucketCodec):
         if not fit:
             return plans
         ks, residuals = [plan.k for plan in plans], [self.feedback[name].residual for name in names]
-        fits = ops.fit_thresholds(residuals, ks, [plan.stages for plan in plans], **fit)
+        fits = varying_ops.fit_thresholds(residuals, ks, [plan.stages for plan in plans], **fit)
         return [Plan.exactly(k) if misfit else Plan(found) for k, (found, misfit) in zip(ks, fits, strict=True)]
 
     def _packed(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -172,9 +172,9 @@ class Threshold(BucketCodec):
         sizes, form = [self.parameters[name].numel() for name in names], self._form()
         channels, ranks = self._channels(names), self.now.world_size
         if not device.is_cuda(self.device):
-            ops.reduce_located_bucket(gathered, sizes, ranks, outs, places, scale, **form, channels=channels)
+            varying_ops.reduce_located_bucket(gathered, sizes, ranks, outs, places, scale, **form, channels=channels)
             return
-        found = ops.locate_payloads(gathered, sizes, ranks, **form, channels=channels)
+        found = varying_ops.locate_payloads(gathered, sizes, ranks, **form, channels=channels)
         for place, out in zip(places, outs, strict=True):
             own, segments = found[:, :, place].contiguous(), self._segments_of((names[place],))
-            ops.reduce_located(gathered, own, out.numel(), out, scale, **form, segments=segments)
+            varying_ops.reduce_located(gathered, own, out.numel(), out, scale, **form, segments=segments)
