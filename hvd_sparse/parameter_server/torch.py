@@ -184,7 +184,9 @@ class TorchSession(Session):
         if self.is_worker:
             self.share_buffers()
         arrays, averages = self._state()
-        tensors = {name: torch.tensor(array, dtype=self.tensors[name].dtype) for name, array in arrays.items()}
+        tensors = {
+            name: torch.tensor(array, dtype=self.tensors[name].dtype, device="cpu") for name, array in arrays.items()
+        }
         if self.model is None:
             return tensors
         tensors |= self._split(averages)

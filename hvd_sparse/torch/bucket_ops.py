@@ -30,7 +30,8 @@ def new_hints(count: int, device: torch.device | str = "cpu") -> torch.Tensor:
     Raises:
         RuntimeError: `count` is negative.
     """
-    return torch.tensor([[0.0, ThresholdHint.margin, 0.0]], dtype=torch.float64).repeat(count, 1).to(device)
+    hint = torch.tensor([[0.0, ThresholdHint.margin, 0.0]], dtype=torch.float64, device="cpu")
+    return hint.repeat(count, 1).to(device)
 
 
 def accumulate_bucket(

@@ -289,7 +289,7 @@ class DDPCompressor(Compressor):
         """Start to count the ranks that use each parameter, where the bucket of an unused one is its `grad`."""
         if not (self._leaves_out() and self._is_set("gradient_as_bucket_view")):
             return None  # DDP itself leaves such a `grad` as it is
-        used = torch.tensor([float(name in self._used) for name in sorted(self._arrived_names)])
+        used = torch.tensor([float(name in self._used) for name in sorted(self._arrived_names)], device="cpu")
         self._traffic.count(payload_bytes=used.nbytes)
         return self._exchange.allreduce("used", used)
 

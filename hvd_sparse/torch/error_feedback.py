@@ -19,7 +19,7 @@ from hvd_sparse.torch.norm import sum_of_squares
 from hvd_sparse.units import Units
 
 HALF = (torch.float16, torch.bfloat16)
-UNREAD = torch.empty(0, dtype=torch.float32)  # in place of a parameter without weight decay
+UNREAD = torch.empty(0, dtype=torch.float32, device="cpu")  # in place of a parameter without weight decay
 SMALLEST_NORMAL = 2.0**-126  # of float32
 
 

@@ -147,7 +147,7 @@ class Exchange:
         if bool((digests == digests[0]).all()):
             return int(steps.contiguous().view(torch.int64).max())
         text = torch.frombuffer(bytearray("\n".join(lines).encode()), dtype=torch.uint8)
-        length = torch.tensor([text.numel()], dtype=torch.int64)
+        length = torch.tensor([text.numel()], dtype=torch.int64, device="cpu")
         lengths = self.collectives.gather("agree.length", length).wait()
         texts = self.collectives.gather_varying("agree.text", text).wait().split(lengths.tolist())
         raise ValueError(explain_difference([bytes(part.tolist()).decode().split("\n") for part in texts]))
@@ -155,7 +155,7 @@ class Exchange:
     def announce(self) -> None:
         """Announce that this rank waits for the others between two steps, where ranks may call hvd.join()."""
         if self._announced is None and self.collectives.may_join:
-            own = torch.tensor([BETWEEN_STEPS, *[0.0] * MOST_REGION_NUMBERS], dtype=torch.float64)
+            own = torch.tensor([BETWEEN_STEPS, *[0.0] * MOST_REGION_NUMBERS], dtype=torch.float64, device="cpu")
             self._announced = self.allreduce("present", own)
 
     def end_announcement(self) -> None:

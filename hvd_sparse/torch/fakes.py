@@ -69,7 +69,7 @@ def _register_wire_fakes() -> None:
 
     @fake("hvd_sparse::locate_payloads")
     def _(gathered, ns, ranks, coding, value_dtype, channels):
-        return torch.empty((2, ranks, len(ns)), dtype=torch.int64)  # on the CPU, wherever the payloads lie
+        return torch.empty((2, ranks, len(ns)), dtype=torch.int64, device="cpu")  # wherever the payloads lie
 
     @fake("hvd_sparse::reduce_located")
     def _(gathered, places, n, out, scale, coding, value_dtype, segments):
@@ -113,12 +113,13 @@ def _register_bucket_fakes() -> None:
     @fake("hvd_sparse::accumulate_partition")
     def _(gradients, *arguments):
         count, like = torch.library.get_ctx().new_dynamic_size(), gradients[0]
-        sketch, threshold = torch.empty(1 + SKETCH_BINS, dtype=torch.float32), torch.empty((), dtype=torch.float64)
+        sketch = torch.empty(1 + SKETCH_BINS, dtype=torch.float32, device="cpu")
+        threshold = torch.empty((), dtype=torch.float64, device="cpu")
         return _empty(like, (count,), torch.int64), sketch, threshold, _empty(like, (len(gradients),), torch.bool)
 
     @fake("hvd_sparse::fit_thresholds")
     def _(residuals, *arguments):
-        return torch.empty((len(residuals), 2), dtype=torch.float64)
+        return torch.empty((len(residuals), 2), dtype=torch.float64, device="cpu")
 
     @fake("hvd_sparse::reduce_located_bucket")
     def _(gathered, *arguments):

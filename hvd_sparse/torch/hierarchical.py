@@ -39,7 +39,7 @@ class HierarchicalStep:
         self.algorithm, self.parameters, self.exchange, self.traffic = algorithm, parameters, exchange, traffic
         self.device = torch.device("cpu")
         self._decays = algorithm.weight_decays((name, parameters[name]) for name in parameters)
-        self._kinds = make_error_feedback(algorithm, torch.empty(0), self.device).BUFFERS
+        self._kinds = make_error_feedback(algorithm, torch.empty(0, device=self.device), self.device).BUFFERS
         self._laid_out_in: object | None = None
         self.has_state = False  # the hosts are not known, and to find them takes all ranks
         self.shard: int | None = None  # number of this rank's shard, once the hosts are known; None if it has none
@@ -141,7 +141,7 @@ class HierarchicalStep:
         """Add the error feedback of the last layout within each host, for the ranks that own it now; on all ranks."""
         now = self.feedback
         for name, kind in itertools.product(sorted(self.parameters), self._kinds):
-            part = torch.zeros(self.parameters[name].numel(), dtype=torch.float32)
+            part = torch.zeros(self.parameters[name].numel(), dtype=torch.float32, device=self.device)
             old, begin = before.get(name, (None, 0))
             if old is not None and kind in old.buffers:
                 part.narrow(0, begin, old.parameter.numel()).copy_(old.buffers[kind])
@@ -327,14 +327,14 @@ class HierarchicalStep:
         """Return, for each large tensor, how many of the host's ranks have a gradient, and on how many it trains."""
         arrivals = [self.arrivals.get(name) for name in self.cuts]
         own = [[arrival is not None, arrival is not None and not arrival.frozen] for arrival in arrivals]
-        pending = self._host.total("flags", torch.tensor(own, dtype=torch.float64))
+        pending = self._host.total("flags", torch.tensor(own, dtype=torch.float64, device=self.device))
         with self.traffic.timed("exchange"):
             return dict(zip(self.cuts, pending.wait().tolist(), strict=True))
 
     def _outgoing(self, name: str, arrival: Arrival | None) -> torch.Tensor:
         """Return a gradient for the sum within the host, float32[n], clipped; zeros if there is none."""
         if arrival is None or arrival.frozen:
-            return torch.zeros(self.parameters[name].numel(), dtype=torch.float32)
+            return torch.zeros(self.parameters[name].numel(), dtype=torch.float32, device=self.device)
         factor = self._clip(arrival)
         whole = arrival.gradient.detach().reshape(-1).to(torch.float32)
         return whole if factor == 1.0 else whole * factor
@@ -386,7 +386,7 @@ class HierarchicalStep:
         """Return the reduced gradient of this rank's shard, float32; zeros if no rank of the host has a gradient."""
         if name not in self._within:
             begin, end = self.cuts[name][self.shard : self.shard + 2].tolist()
-            return torch.zeros(end - begin, dtype=torch.float32)
+            return torch.zeros(end - begin, dtype=torch.float32, device=self.device)
         arrival, pending = self._within[name]
         reduced = None
         if pending is not None:

@@ -128,8 +128,8 @@ def _packed(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     else:
         values = [piece[indices] for piece, indices in zip(pieces, found, strict=True)]
         found = [indices.add_(begin) for indices, begin in zip(found, begins, strict=True)]
-    padding = torch.zeros(sum(one.numel() for one in values) % 2, dtype=torch.float32)
-    words = [torch.tensor([count]), *found, torch.cat([*values, padding]).view(torch.int64)]
+    padding = torch.zeros(sum(one.numel() for one in values) % 2, dtype=torch.float32, device="cpu")
+    words = [torch.tensor([count], device="cpu"), *found, torch.cat([*values, padding]).view(torch.int64)]
     return torch.cat(words).view(torch.uint8)
 
 

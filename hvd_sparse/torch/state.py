@@ -22,7 +22,7 @@ def gather_state(step: Step | HierarchicalStep, number: int, exchange: Exchange,
                 for part, span in enumerate(buffer.split(SPAN)):
                     span.copy_(exchange.allreduce(f"state.{name}.{kind}.{part}", span.double()).wait())
     numbers = {} if summed else {name: threshold.numbers() for name, threshold in sorted(step.thresholds.items())}
-    thresholds = {name: torch.tensor(own, dtype=torch.float64) for name, own in numbers.items() if own}
+    thresholds = {name: torch.tensor(own, dtype=torch.float64, device="cpu") for name, own in numbers.items() if own}
     regions = [] if summed else state_of(step.regions)
     state = {"version": VERSION, "step": number, "summed": summed, "averages": averages, **_identity(step, exchange)}
     count = {} if summed else {"buffers": sum(map(len, memory.values()))}
@@ -41,7 +41,7 @@ def _copies(part: StatePart, every: bool) -> dict[str, torch.Tensor]:
         return {kind: own[kind].clone() for kind in sorted(own)}
     copies = {}
     for kind in part.buffers:
-        device = None if part.feedback is None else part.feedback.device
+        device = "cpu" if part.feedback is None else part.feedback.device
         copies[kind] = torch.zeros(part.n, dtype=torch.float32, device=device)
         if kind in own:
             copies[kind].narrow(0, part.begin, own[kind].numel()).copy_(own[kind])
@@ -67,7 +67,7 @@ def _fill(part: StatePart, saved: dict[str, torch.Tensor], factor: float | None)
     feedback = part.feedback
     size = feedback.parameter.numel()
     for kind in feedback.BUFFERS:
-        whole = torch.as_tensor(saved[kind]) if kind in saved else None
+        whole = torch.as_tensor(saved[kind], device=feedback.device) if kind in saved else None
         own = None if whole is None else whole.narrow(0, part.begin, size)
         if own is not None and (kind in feedback.buffers or bool(own.any())):
             if factor is not None:

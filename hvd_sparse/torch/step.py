@@ -61,7 +61,7 @@ class Step:
         self._scatter = ReduceScatter(exchange)
         self._fallback: DenseFallback | None = None
         self._began = self._seconds = 0.0  # start of this step; time since the previous start
-        self.damage = torch.zeros(2, dtype=torch.int64)  # status of the last decode on CUDA: recorded, not raised
+        self.damage = torch.zeros(2, dtype=torch.int64, device="cpu")  # of the last decode on CUDA: only recorded
 
         # What `begin` sets anew for each step:
         self.number = self.rank = 0
@@ -369,7 +369,8 @@ class Step:
             if not self._presence.anywhere_frozen():
                 return frozenset()
             names = sorted(self.arrivals)
-            trains = torch.tensor([float(not self.arrivals[name].frozen) for name in names], dtype=torch.float32)
+            flags = [float(not self.arrivals[name].frozen) for name in names]
+            trains = torch.tensor(flags, dtype=torch.float32, device="cpu")
             self.traffic.count(payload_bytes=trains.nbytes)
             ranks = self.exchange.allreduce("trains", trains).wait().tolist()
         return frozenset(name for name, count in zip(names, ranks, strict=True) if count == 0.0)

@@ -17,7 +17,7 @@ class Tokens:
     """
 
     def __init__(self):
-        self._all = torch.empty(0, 2, dtype=torch.float32)
+        self._all = torch.empty(0, 2, dtype=torch.float32, device="cpu")
         self._rows: list[torch.Tensor] = []
         self._free: list[torch.Tensor] = []
         self._references: list[torch.Tensor] = []
@@ -27,10 +27,10 @@ class Tokens:
     def begin(self, rank: int, count: int) -> None:
         """Begin a step of `count` tokens; replace the tokens of an unfinished step, as Horovod may still write them."""
         if self._under_way or count != len(self._rows):
-            self._all = torch.empty(count, 2, dtype=torch.float32)
+            self._all = torch.empty(count, 2, dtype=torch.float32, device="cpu")
             self._rows = list(self._all.unbind())
             self._references = extra_references(self._rows)
-        self._token = torch.tensor([1.0, rank + 1.0], dtype=torch.float32)
+        self._token = torch.tensor([1.0, rank + 1.0], dtype=torch.float32, device="cpu")
         self._all.copy_(self._token)
         self._free = self._rows.copy()
         self._other_references.clear()

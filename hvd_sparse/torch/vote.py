@@ -43,7 +43,7 @@ def start_vote(exchange: Exchange, name: str, vote: Vote, device: torch.device) 
     """Start the all-reduce of a vote, without waiting for the device; `checked_sums` takes its result."""
     numbers = [number for number in vote if number is not None]
     if not is_cuda(device):
-        sent = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
+        sent = torch.tensor([float(number) for number in numbers], dtype=torch.float64, device="cpu")
     else:
         sent = torch.zeros(len(numbers), dtype=torch.float64, device=device)
         for position, number in enumerate(numbers):

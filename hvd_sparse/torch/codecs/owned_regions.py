@@ -121,7 +121,7 @@ class OwnedRegions(FixedCount):
         parts = [
             self.feedback[name].residual.index_select(0, self._tensor(inner)).cpu()
             if name in training
-            else torch.zeros(inner.size, dtype=torch.float32)
+            else torch.zeros(inner.size, dtype=torch.float32, device="cpu")
             for name, inner, _ in self._parts(bucket, SparseVector(indices, indices))
         ]
         return torch.cat(parts)

@@ -170,9 +170,8 @@ class SharedIndices(Codec):
         """Return the error feedback of all members as one vector; the members' buffers become slices of it."""
         names = tuple(bucket.members)
         if names not in self._whole:
-            whole = make_error_feedback(
-                self.algorithm, torch.empty(1, dtype=torch.float32).expand(bucket.payloads[0].n), self.device
-            )
+            size = torch.empty(1, dtype=torch.float32, device=self.device).expand(bucket.payloads[0].n)
+            whole = make_error_feedback(self.algorithm, size, self.device)
             for kind in whole.BUFFERS:
                 for name, part in zip(names, whole.buffer(kind).split(bucket.layout.sizes), strict=True):
                     self.feedback[name].adopt(kind, part)
@@ -232,7 +231,7 @@ class Partition(Selection):
     def select_indices(self, residual: torch.Tensor, bucket: Bucket, arrivals: Arrivals) -> torch.Tensor:
         """Return the indices selected in the partition, in one pass over the gradients."""
         if not arrivals:  # all are frozen
-            self._sketches[bucket.name] = torch.zeros(1 + SKETCH_BINS, dtype=torch.float32)
+            self._sketches[bucket.name] = torch.zeros(1 + SKETCH_BINS, dtype=torch.float32, device="cpu")
             return residual.new_empty(0, dtype=torch.int64)
         now, k, sizes = self._codec.now, bucket.payloads[0].k, bucket.layout.sizes
         begin, end = partition(now.number, now.rank, now.world_size, len(residual))
@@ -259,7 +258,7 @@ class Partition(Selection):
         if not self._predicts:
             return None
         now, own = self._codec.now, self._sketches[name]
-        rows = torch.zeros(now.world_size, 1 + SKETCH_BINS, dtype=torch.float32)
+        rows = torch.zeros(now.world_size, 1 + SKETCH_BINS, dtype=torch.float32, device="cpu")
         rows[now.rank] = own
         self._sketches[name] = rows
         return rows

@@ -229,7 +229,7 @@ class DistributedCollectives(Collectives):
     def gather_varying(self, name: str, tensor: torch.Tensor) -> Handle:
         """Start an all-gather of a vector. Its size is gathered first."""
         self.start_postponed()
-        sizes = self.gather(name, torch.tensor([tensor.numel()]))
+        sizes = self.gather(name, torch.tensor([tensor.numel()], device="cpu"))
         return self._postpone(PostponedGather(self, sizes, tensor.contiguous()))
 
     def add(self, name: str, tensor: torch.Tensor) -> Handle:
@@ -243,7 +243,8 @@ class DistributedCollectives(Collectives):
         if expected is not None:
             return self.send_sizes(tensor, sizes, [expected] * self.size())
         self.start_postponed()
-        others = self.send_sizes(torch.tensor(sizes, dtype=torch.int64), [1] * self.size(), [1] * self.size())
+        each = [1] * self.size()
+        others = self.send_sizes(torch.tensor(sizes, dtype=torch.int64, device="cpu"), each, each)
         return self._postpone(PostponedAlltoall(self, others, tensor, sizes))
 
     def start_postponed(self) -> None:

@@ -123,7 +123,7 @@ class HorovodCollectives(Members, Collectives):
 
     def send(self, name: str, tensor: torch.Tensor, sizes: Sequence[int], expected: int | None = None) -> Handle:
         """Start an all-to-all of a vector. Horovod exchanges the sizes, so `expected` is ignored."""
-        split = torch.tensor(sizes, dtype=torch.int32)
+        split = torch.tensor(sizes, dtype=torch.int32, device="cpu")
         output, received = tensor.new(), split.new()  # like hvd.alltoall_async
         holders = extra_references([tensor, split, output, received])
         handle = mpi_ops._alltoall_async(tensor, split, output, received, self._named(name), self.process_set)
