@@ -70,6 +70,7 @@ __global__ void __launch_bounds__(kThreads) add_chunks_kernel(Batch<LowBitJob> b
   const LowBitJob& job = share.job;
   if (!kSplits && job.plan.code_bits == 1) return;
   const int64_t slots = SlotsOf(job);
+  if (slots == 0) return;  // no index is in range
   const int64_t chunks = ChunksBefore(job, slots - 1) + job.plan.k / kLevelChunk + 1;
   for (int64_t chunk = int64_t{share.block} * kThreads + threadIdx.x; chunk < chunks;
        chunk += int64_t{share.blocks} * kThreads) {

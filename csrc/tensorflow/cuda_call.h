@@ -16,6 +16,7 @@ namespace hvd_sparse {
 
 inline absl::Status CudaStatus(cudaError_t error) {
   if (error == cudaSuccess) return absl::OkStatus();
+  cudaGetLastError();  // forgets this error: otherwise the next op would report it, too
   return absl::InternalError(
       absl::StrCat("hvd_sparse: CUDA error ", cudaGetErrorName(error), ": ", cudaGetErrorString(error)));
 }

@@ -15,7 +15,9 @@
 namespace hvd_sparse {
 
 inline void RaiseCuda(const char* op, cudaError_t error) {
-  TORCH_CHECK(error == cudaSuccess, "hvd_sparse.", op, ": CUDA error ", cudaGetErrorName(error), ": ",
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // forgets this error: otherwise the next op would report it, too
+  TORCH_CHECK(false, "hvd_sparse.", op, ": CUDA error ", cudaGetErrorName(error), ": ",
               cudaGetErrorString(error));
 }
 

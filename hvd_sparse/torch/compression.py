@@ -93,6 +93,7 @@ class SparseCompressor(Compressor):
                 carried = step.add(arrival)
                 arrival.version = tensor._version
                 if not arrival.carries_token:
+                    arrival.is_lent = carried.data_ptr() == tensor.data_ptr()
                     self._references.append(extra_reference(carried))
                 self._open.add(name)
                 return carried, arrival
@@ -193,7 +194,7 @@ class SparseCompressor(Compressor):
         counts = {name: other.passed._version for name, other in self._step.arrivals.items()}
         torch.autograd.graph.increment_version(arrival.passed)
         sharing = [one for name, one in self._step.arrivals.items() if one.passed._version != counts[name]]
-        if any(is_cuda(one.passed.device) and not one.carries_token for one in sharing):
+        if any(is_cuda(one.passed.device) and one.is_lent for one in sharing):
             return False  # Horovod's own copy of the sum back to the GPU counts, if it was built without NCCL
         if counts[arrival.name] > max(one.version for one in sharing):
             return True

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from gradients import draw
-from helpers import assert_alive, distributed, drive, make_parameters, memory_of, step
+from helpers import assert_alive, backward, distributed, drive, make_parameters, memory_of, step
 
 from hvd_sparse.torch import Compression, compression, device, ops, vote
 from hvd_sparse.torch import step as step_module
@@ -91,6 +91,19 @@ def test_a_copy_back_to_the_device_is_no_change_of_a_gradient(monkeypatch):
         refused = pytest.raises(RuntimeError, match="the gradient of big was changed")
         with contextlib.nullcontext() if on_device else refused:
             step(optimizer, parameters, draw(SHAPES, 0, hvd.rank()))
+    assert_alive()
+
+
+@pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
+def test_a_change_of_a_dense_gradient_on_a_device_is_refused(monkeypatch):
+    """DGC sends another tensor than the gradient, so no copy of Horovod's excuses the change."""
+    monkeypatch.setattr(compression, "is_cuda", lambda device: True)
+    parameters = make_parameters(SHAPES)
+    optimizer = distributed(parameters, Compression.dgc(parameters.items(), density=1.0))
+    backward(parameters, draw(SHAPES, 0, hvd.rank()))
+    parameters["big"].grad.mul_(0.5)
+    with pytest.raises(RuntimeError, match="the gradient of big was changed"):
+        optimizer.step()
     assert_alive()
 
 

@@ -30,6 +30,7 @@ class Arrival:
     frozen: bool  # the parameter is frozen: it sends nothing, and its residual stays
     factor: float = 1.0  # the factor of the gradient when it is accumulated
     carries_token: bool = True  # Horovod all-reduces a token for it, not the tensor itself
+    is_lent: bool = False  # Horovod all-reduces the passed tensor's own memory, and may write to it
     commit: Callable[[], None] | None = None  # updates the error feedback of a dense tensor
     origin: torch.Tensor | None = None  # the tensor that Horovod passed, if `gradient` is a copy
     version: int = 0  # of the tensor that Horovod passed: PyTorch counts its changes
