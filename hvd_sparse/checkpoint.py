@@ -13,8 +13,8 @@ a reduce-scatter (`hvd_sparse.reduce_scatter`), which older states lack.
 
 Sums are computed in float64 and rounded once, to float32, so that world size and order do not matter. The shares of a
 sum add up to it exactly; or to M / N of it where N ranks saved it, M load it, and "averages" tells that the optimizer
-averages over ranks (op=Average; older states do not tell, and mean it): what is pending then changes the weights by its
-mean, which stays the same.
+averages over ranks (op=Average; older states do not tell, and mean it): residuals then change the weights by
+their mean, which stays the same.
 """
 
 import contextlib

@@ -51,7 +51,7 @@ SHARED_ARGUMENTS = {
         it takes at most half as long as "gather" on a network of 1 Gbit/s, by `hvd_sparse.performance_model`: on five
         ranks and more, in large models.
     complete: In a reduce-scatter, all ranks add their whole residuals at the elements that owners keep, in one more
-        all-reduce of at most k float32. Residuals stay smaller; a rank receives about twice as many bytes as without.
+        all-reduce of at most k float32. Residuals stay smaller; a rank receives about two thirds more bytes.
     ranks_per_host: With `exchange="hierarchical"`, the number of consecutive ranks on each host, or a list with one
         number per host. None: from the host names.
     between_hosts: With `exchange="hierarchical"`, the exchange of the parts between hosts: "gather", "reduce_scatter",

@@ -245,7 +245,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
 
         Args:
             state: A result of `state_dict`, here or in PyTorch for the same names. The ranks divide a summed state, so
-                that what is pending changes the weights as it would have: with op=Average their mean is that of the
+                that residuals change the weights as they would have: with op=Average their mean is that of the
                 ranks that saved it.
             session: The `tf.compat.v1.Session` of a graph of TensorFlow 1; None otherwise.
 

@@ -72,7 +72,7 @@ class Variables:
                 f"the gradient of {getattr(variable, 'name', variable)!r} belongs to none of the {len(self._by_name)} "
                 "variables that this compressor was built with. Build it from all that the optimizer trains: "
                 "Compression.dgc(model.trainable_variables, ...). If the variable was frozen then, build another "
-                "compression after it is thawed, or name all variables that will train from the start"
+                "compression after it is unfrozen, or name all variables that will train from the start"
             )
         return self._name_of[id(variable)]
 

@@ -135,8 +135,8 @@ class Compressor(abc.ABC):
         """Continue from `state_dict()`; call it on every rank, between optimizer steps.
 
         Args:
-            state: A result of `state_dict`. The ranks divide a summed state, so that what is pending changes the
-                weights as it would have: with op=Average their mean is that of the ranks that saved it.
+            state: A result of `state_dict`. The ranks divide a summed state, so that residuals change the weights
+                as they would have: with op=Average their mean is that of the ranks that saved it.
 
         Raises:
             ValueError: On any rank the state belongs to other parameters or a method with other buffers, lacks buffers
@@ -152,7 +152,7 @@ class Compressor(abc.ABC):
 
     @torch.inference_mode(False)
     def reset(self) -> None:
-        """Clear residuals, step number, statistics and pending work, on every rank; check settings again.
+        """Clear residuals, step number, statistics and the step under way, on every rank; check settings again.
 
         Keep the loss scale.
         """
