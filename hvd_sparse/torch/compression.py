@@ -176,7 +176,7 @@ class SparseCompressor(Compressor):
         if alone:
             raise RuntimeError(
                 f"hvd_sparse: Horovod does not reduce the gradient of {alone[0]}, and each rank would train it alone: "
-                "it was added by add_param_group, or unfrozen, after hvd.DistributedOptimizer was built. Build that with "
+                "it was added by add_param_group, or unfrozen, after hvd.DistributedOptimizer was built. Build it with "
                 "all parameters, while all of them train, and freeze some afterwards"
             )
 
