@@ -17,8 +17,7 @@ namespace hvd_sparse {
 inline void RaiseCuda(const char* op, cudaError_t error) {
   if (error == cudaSuccess) return;
   cudaGetLastError();  // forgets this error: otherwise the next op would report it, too
-  TORCH_CHECK(false, "hvd_sparse.", op, ": CUDA error ", cudaGetErrorName(error), ": ",
-              cudaGetErrorString(error));
+  TORCH_CHECK(false, "hvd_sparse.", op, ": CUDA error ", cudaGetErrorName(error), ": ", cudaGetErrorString(error));
 }
 
 inline cudaStream_t CurrentStream(at::Device device) {
