@@ -252,9 +252,23 @@ PYTHON = [
     (
         "a copy back to the GPU is taken for a change",
         "hvd_sparse/torch/compression.py",
-        "if any(is_cuda(one.passed.device) and not one.carries_token for one in sharing):",
+        "if any(is_cuda(one.passed.device) and one.is_lent for one in sharing):",
         "if any(is_cuda(one.passed.device) and one.carries_token for one in sharing):",
         "torch test_device copy_back",
+    ),
+    (
+        "every change of a dense gradient on a GPU is taken for Horovod's",
+        "hvd_sparse/torch/compression.py",
+        "if any(is_cuda(one.passed.device) and one.is_lent for one in sharing):",
+        "if any(is_cuda(one.passed.device) for one in sharing):",
+        "torch test_device a_change_of_a_dense_gradient",
+    ),
+    (
+        "sketches are made on the default device, PyTorch",
+        "hvd_sparse/torch/codecs/shared_indices.py",
+        'rows = torch.zeros(now.world_size, 1 + SKETCH_BINS, dtype=torch.float32, device="cpu")',
+        "rows = torch.zeros(now.world_size, 1 + SKETCH_BINS, dtype=torch.float32)",
+        "torch test_default_device micro",
     ),
     (
         "a state keeps the names of a model that was not saved, Keras 3",
