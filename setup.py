@@ -4,7 +4,8 @@ Environment:
     HVD_SPARSE_WITH_TORCH=1, HVD_SPARSE_WITH_TENSORFLOW=1         make a missing framework an error
     HVD_SPARSE_WITHOUT_TORCH=1, HVD_SPARSE_WITHOUT_TENSORFLOW=1   leave its ops out
     HVD_SPARSE_WITH_CUDA=1, HVD_SPARSE_WITHOUT_CUDA=1             ops on CUDA tensors: an error without nvcc; never.
-                                                                  Else where PyTorch has CUDA and nvcc is found
+                                                                  Else where nvcc is found and PyTorch has CUDA;
+                                                                  without PyTorch's ops, where TensorFlow has it
     CMAKE_ARGS                                                    more options of CMake's
     HVD_SPARSE_TARGETS                                            what CMake builds, in place of all operators
     HVD_SPARSE_BUILD                                              where CMake builds, kept for the next time
@@ -58,18 +59,23 @@ def torch_options() -> list[str]:
     ]
 
 
-def tensorflow_options() -> list[str]:
-    """What CMake must know to compile against the installed TensorFlow."""
+def ask_tensorflow(program: str) -> str:
+    """The last line that a program prints, which imports TensorFlow."""
     # In a process of its own: TensorFlow writes to standard error when it is imported, whatever its log level.
-    program = (
-        "import json, tensorflow as tf\n"
-        "print(json.dumps([tf.sysconfig.get_compile_flags(), tf.sysconfig.get_link_flags()]))"
-    )
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         sys.exit(f"{done.stderr}\nhvd_sparse: the installed TensorFlow cannot be imported; see above")
-    compile_flags, link_flags = json.loads(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()[-1]
+
+
+def tensorflow_options() -> list[str]:
+    """What CMake must know to compile against the installed TensorFlow."""
+    program = (
+        "import json, tensorflow as tf\n"
+        "print(json.dumps([tf.sysconfig.get_compile_flags(), tf.sysconfig.get_link_flags()]))"
+    )
+    compile_flags, link_flags = json.loads(ask_tensorflow(program))
     includes = [flag[2:] for flag in compile_flags if flag.startswith("-I")]
     return [
         "-DHVD_SPARSE_TENSORFLOW=ON",
@@ -103,14 +109,23 @@ def host_compiler() -> list[str]:
     return [f"-DCMAKE_CUDA_HOST_COMPILER={shutil.which(named[0]) or named[0]}"]
 
 
-def cuda_options(with_torch: bool) -> list[str]:
+def has_cuda(built: set[str]) -> bool:
+    """Whether the framework of these was built for CUDA: PyTorch, or TensorFlow if there are no ops for PyTorch."""
+    if "torch" in built:
+        return importlib.import_module("torch").version.cuda is not None
+    if "tensorflow" not in built:
+        return False
+    program = "import tensorflow as tf; print(int(tf.test.is_built_with_cuda()))"
+    return ask_tensorflow(program) == "1"
+
+
+def cuda_options(built: set[str]) -> list[str]:
     """What CMake must know to build the ops on CUDA tensors, or to leave them out; it keeps what it was told before."""
     nvcc, wanted = find_nvcc(), os.environ.get("HVD_SPARSE_WITH_CUDA") == "1"
     if wanted and nvcc is None:
         sys.exit("HVD_SPARSE_WITH_CUDA=1, but there is no nvcc. Install the CUDA toolkit, or set CUDA_HOME to it")
-    if not wanted and nvcc and with_torch:
-        wanted = importlib.import_module("torch").version.cuda is not None
-    if nvcc is None or not wanted or os.environ.get("HVD_SPARSE_WITHOUT_CUDA") == "1":
+    without = nvcc is None or os.environ.get("HVD_SPARSE_WITHOUT_CUDA") == "1"
+    if without or not (wanted or has_cuda(built)):
         return ["-DHVD_SPARSE_CUDA=OFF"]
     found = architectures(nvcc)
     if not found:
@@ -191,7 +206,7 @@ class CMakeBuild(build_ext):
         without = [module for module in FRAMEWORKS if os.environ.get(f"HVD_SPARSE_WITHOUT_{module.upper()}") == "1"]
         if not built and len(without) < len(FRAMEWORKS) and not os.environ.get("HVD_SPARSE_TARGETS"):
             sys.exit(NO_FRAMEWORK.format(sys.executable))
-        configure += (cuda := cuda_options("torch" in built))
+        configure += (cuda := cuda_options(built))
         for module, (title, options) in FRAMEWORKS.items():
             if module in built:
                 configure += options()

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Build the ops of PyTorch in place with the Python that is there, for the GPU that is there, and use them:
+# Build the ops of PyTorch, and of TensorFlow if it is there, in place with the Python that is there, for the GPU that is
+# there, and use them:
 #   gpu.sh test               tests/gpu
 #   gpu.sh sanitize           small cases of tests/gpu under compute-sanitizer, with each of its tools
 #   gpu.sh bench [OPTION...]  benchmarks/gpu.py
@@ -25,8 +26,10 @@ CUDAARCHS=$("$PYTHON" -c 'import torch; print("%d%d" % torch.cuda.get_device_cap
 
 # Without the libraries of another build in this place, such as that of .venv: CMake would take them for its own. .venv
 # then has to link its own again.
-rm -f hvd_sparse/lib/libhvd_sparse_{numpy,torch}.so .venv/.extension-*
-HVD_SPARSE_WITH_TORCH=1 HVD_SPARSE_WITHOUT_TENSORFLOW=1 HVD_SPARSE_WITH_CUDA=1 \
+rm -f hvd_sparse/lib/libhvd_sparse_{numpy,torch,tensorflow}.so .venv/.extension-*
+tensorflow=WITH
+"$PYTHON" -c 'import tensorflow' 2>/dev/null || tensorflow=WITHOUT
+env HVD_SPARSE_WITH_TORCH=1 "HVD_SPARSE_${tensorflow}_TENSORFLOW=1" HVD_SPARSE_WITH_CUDA=1 \
     "$PYTHON" setup.py -q build_ext --inplace --build-temp build/gpu
 
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
@@ -45,7 +48,7 @@ sanitize)
         printf '==> %s\n' "$tool"
         # Each tensor has memory of its own, so that accesses beyond it and uninitialized elements are seen.
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$PYTHON" tests/gpu/run.py \
-            --under "compute-sanitizer --tool $tool --error-exitcode 1 --print-limit 20" tests/gpu/test_gpu_[!dh]*.py
+            --under "compute-sanitizer --tool $tool --error-exitcode 1 --print-limit 20" tests/gpu/test_gpu_[!dht]*.py
     done
     ;;
 bench) "$PYTHON" benchmarks/gpu.py "${@:2}" ;;

@@ -74,6 +74,6 @@ inline absl::Status PlanOf(const Call& call, const PayloadFormat& format, Payloa
 
 }  // namespace hvd_sparse
 
-// Add HostMemory for tensors on the host. The CPU kernels have priority, unless the user or the place of a variable
-// requests the GPU, because the GPU kernels are untested.
+// Add HostMemory for tensors on the host. Without a request for the GPU, the CPU kernels are chosen: payloads come from
+// the host. hvd_sparse/tensorflow/devices.py says when a step requests it.
 #define HVD_SPARSE_ON_GPU(name) Name("HvdSparse" #name).Device(tensorflow::DEVICE_GPU).Priority(-1)

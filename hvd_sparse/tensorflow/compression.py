@@ -30,6 +30,7 @@ from hvd_sparse.tensorflow.calls import (
     warn_of_turns,
     warn_of_twins,
 )
+from hvd_sparse.tensorflow.devices import on_host, place_buffers
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, make_error_feedback, make_variable
 from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
 from hvd_sparse.tensorflow.hosts import Hosts, make_hosts
@@ -298,8 +299,11 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         own, dense, shards = parts.algorithm, parts.algorithm, {}
         if hosts is not None:
             own, dense, shards = hosts.algorithm, hosts.dense_algorithm, hosts.shards
+        device = place_buffers(parts.algorithm, variables.values())
         feedback = {
-            name: make_error_feedback(own if name in shards else dense, shards.get(name, variable), name, decays[name])
+            name: make_error_feedback(
+                own if name in shards else dense, shards.get(name, variable), name, decays[name], device
+            )
             for name, variable in variables.items()
         }
         self.feedback.update(feedback)  # a checkpoint that was restored before has its values in this object
@@ -358,7 +362,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         outer = getattr(graph, "outer_graph", graph)
         number = parts.calls_in.get(outer, 0)
         parts.calls_in[outer] = number + 1
-        with outer.as_default(), tf.control_dependencies(None):
+        with outer.as_default(), tf.control_dependencies(None), on_host(parts.step.device):
             suffix = f".{number}" if number else ""
             log = self._report if parts.logs else None
             arrivals, step = parts.step.build(gradients, self._factors(call), suffix, description, log)

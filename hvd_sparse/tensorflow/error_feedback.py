@@ -13,21 +13,23 @@ import tensorflow as tf
 from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, SparsificationAwareMomentum
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.tensorflow import ops
-from hvd_sparse.tensorflow.norm import sum_of_squares
+from hvd_sparse.tensorflow.devices import CPU, beside
+from hvd_sparse.tensorflow.norm import GPU_SPAN, SPAN, sum_of_squares
 from hvd_sparse.units import Units
 
 
 class ErrorFeedback(tf.__internal__.tracking.AutoTrackable):
     """The error feedback of Gradient Dropping: r <- r + g; sent values are subtracted (section 3).
 
-    Buffers are flat float32. A variable that is always sent dense has no residual.
+    Buffers are flat float32, on `device`. A variable that is always sent dense has no residual.
     """
 
     BUFFERS = ("residual",)
     retained = 0.0  # fraction of a sent value that stays in the residual
 
-    def __init__(self, algorithm: Algorithm, variable: tf.Variable, name: str, weight_decay: float):
+    def __init__(self, algorithm: Algorithm, variable: tf.Variable, name: str, weight_decay: float, device: str):
         self.algorithm = algorithm
+        self.device = device
         self.weight_decay = weight_decay
         # In an object that TensorFlow does not look into: a checkpoint of error feedback must not restore the weights.
         self._of = SimpleNamespace(variable=variable)
@@ -36,7 +38,7 @@ class ErrorFeedback(tf.__internal__.tracking.AutoTrackable):
         self.may_wait = is_large and not is_always_dense(algorithm.schedule)
         waits = is_large or self.retained > 0.0 or self.may_be_cut()
         self.buffers = {
-            kind: make_variable([self.size], f"hvd_sparse/{name}/{kind}")
+            kind: make_variable([self.size], f"hvd_sparse/{name}/{kind}", device=device)
             for kind in self.BUFFERS
             if kind != "residual" or waits
         }
@@ -245,10 +247,10 @@ KINDS = {DeepGradientCompression: MomentumCorrection, SparsificationAwareMomentu
 
 
 def make_error_feedback(
-    algorithm: Algorithm, variable: tf.Variable, name: str, weight_decay: float = 0.0
+    algorithm: Algorithm, variable: tf.Variable, name: str, weight_decay: float = 0.0, device: str = CPU
 ) -> ErrorFeedback:
-    """Return the error feedback of a method for one variable."""
-    return KINDS.get(type(algorithm), ErrorFeedback)(algorithm, variable, name, weight_decay)
+    """Return the error feedback of a method for one variable, with its buffers on a device."""
+    return KINDS.get(type(algorithm), ErrorFeedback)(algorithm, variable, name, weight_decay, device)
 
 
 def destinations(feedback: list[ErrorFeedback]) -> list[list]:
@@ -269,12 +271,12 @@ def enlarged(sent: tf.Tensor, units: Units) -> tf.Tensor:
     return sent * tf.cast(units.loss_scale, tf.float32)
 
 
-def make_variable(shape: list[int], name: str, dtype: tf.DType = tf.float32, value=0) -> tf.Variable:
-    """Create a rank-local variable with a value, or filled with one, on the CPU and outside any graph being traced.
+def make_variable(shape: list[int], name: str, dtype: tf.DType = tf.float32, value=0, device: str = CPU) -> tf.Variable:
+    """Create a rank-local variable with a value, or filled with one, on a device and outside any graph being traced.
 
     In a v1 graph, it is a local variable: a broadcast of the global ones must not copy rank 0's residual to all ranks.
     """
-    with tf.init_scope(), tf.device("CPU:0"):
+    with tf.init_scope(), tf.device(device):
         return tf.compat.v1.Variable(
             lambda: tf.broadcast_to(tf.constant(value, dtype), shape),
             trainable=False,
@@ -291,12 +293,14 @@ def read_after(variable: tf.Variable, operation) -> tf.Tensor:
         return variable.read_value()
 
 
-def clip_factor(algorithm: Algorithm, units: Units, gradients: list[tf.Tensor]) -> tf.Tensor:
+def clip_factor(algorithm: Algorithm, units: Units, gradients: list[tf.Tensor], device: str = CPU) -> tf.Tensor:
     """Return the float32 factor that converts gradients to units of the residual and clips by their joint L2 norm.
 
-    Elements that are not finite count as zero.
+    Elements that are not finite count as zero. device: that of the error feedback.
     """
-    norm = tf.sqrt(tf.add_n([sum_of_squares(gradient) for gradient in gradients]))
+    with beside(device):
+        span = SPAN if device == CPU else GPU_SPAN
+        norm = tf.sqrt(tf.add_n([sum_of_squares(gradient, span) for gradient in gradients]))
     bound = units.clip_bound(algorithm.clip_norm)
     # Without a division by a norm of 0: its infinity, though unused, would stop a program with check_numerics.
     return tf.cast(bound / tf.maximum(norm, bound) * units.incoming, tf.float32)

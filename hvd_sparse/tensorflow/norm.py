@@ -6,24 +6,25 @@ The float64 copies of a whole gradient would take several times its memory, so a
 import tensorflow as tf
 
 SPAN = 1 << 18  # elements
+GPU_SPAN = 1 << 24  # there, starting the operations on a small span takes longer than the operations
 
 
-def sum_of_squares(values: tf.Tensor | tf.Variable) -> tf.Tensor:
+def sum_of_squares(values: tf.Tensor | tf.Variable, span: int = SPAN) -> tf.Tensor:
     """Return the sum of squares of all elements in float32, as float64; elements that are not finite count as zero."""
     flat = tf.reshape(tf.cast(values, tf.float32), [-1])
     n = flat.shape.num_elements()
-    if n is not None and n <= SPAN:
+    if n is not None and n <= span:
         return _of_span(flat)
 
     def add(begin: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Add the squares of the span at `begin`; return the next span's start, and the new total."""
-        return begin + SPAN, total + _of_span(flat[begin : begin + SPAN])
+        return begin + span, total + _of_span(flat[begin : begin + span])
 
     size = tf.size(flat, out_type=tf.int64)
     start = tf.zeros([], tf.int64), tf.zeros([], tf.float64)
     return tf.while_loop(lambda begin, _: begin < size, add, start, parallel_iterations=1)[1]
 
 
-def _of_span(span: tf.Tensor) -> tf.Tensor:
-    finite = tf.where(tf.math.is_finite(span), span, tf.zeros_like(span))
+def _of_span(values: tf.Tensor) -> tf.Tensor:
+    finite = tf.where(tf.math.is_finite(values), values, tf.zeros_like(values))
     return tf.reduce_sum(tf.square(tf.cast(finite, tf.float64)))

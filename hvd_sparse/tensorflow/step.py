@@ -31,6 +31,7 @@ from hvd_sparse.schedule import Constant
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs import CODECS
 from hvd_sparse.tensorflow.codecs.base import Arrival, Round, once
+from hvd_sparse.tensorflow.devices import CPU, beside, on_host
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, clip_factor
 from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.hosts import Hosts
@@ -58,6 +59,7 @@ class Step:
         self.feedback = feedback
         self.exchange = exchange
         self.hosts = hosts
+        self.device = next((one.device for one in feedback.values()), CPU)
         self._number = number
         self._loss_scale = loss_scale
         self._traffic = traffic
@@ -160,8 +162,10 @@ class Step:
 
         def decoded() -> tf.Tensor:
             """Return the sum of the payloads."""
-            token, expected = tf.cast(reduced, tf.float32), now.units.reduction * now.units.world_size
-            return tf.cast(ops.take_sum(arrival.decode(), token, expected, now.overflow, shape), dtype)
+            with on_host(self.device):
+                token, expected = tf.cast(reduced, tf.float32), now.units.reduction * now.units.world_size
+            with beside(self.device):
+                return tf.cast(ops.take_sum(arrival.decode(), token, expected, now.overflow, shape), dtype)
 
         if not arrival.is_sparse:
             return dense()
@@ -319,15 +323,16 @@ class Step:
         """Return a gradient's dense tensor, the next content of its buffers, and whether the tensor is finite."""
         half = arrival.gradient.dtype == tf.float16
         most = largest_sent(units.world_size, units.averages) if half else math.inf
-        return arrival.feedback.take_all(arrival.gradient, arrival.factor, units, most)
+        with beside(self.device):
+            return arrival.feedback.take_all(arrival.gradient, arrival.factor, units, most)
 
     def _scale(self, arrivals: list[Arrival], units: Units) -> None:
         """Set each gradient's factor, from the gradient to units of the error feedback, including clipping."""
         gradients = [arrival.gradient for arrival in arrivals]
         if self.algorithm.clips == "tensor":
-            factors = [clip_factor(self.algorithm, units, [gradient]) for gradient in gradients]
+            factors = [clip_factor(self.algorithm, units, [gradient], self.device) for gradient in gradients]
         elif self.algorithm.clips == "model":
-            factors = [clip_factor(self.algorithm, units, gradients)] * len(arrivals)
+            factors = [clip_factor(self.algorithm, units, gradients, self.device)] * len(arrivals)
         else:
             factors = [tf.cast(units.incoming, tf.float32)] * len(arrivals)
         for arrival, factor in zip(arrivals, factors, strict=True):
@@ -354,11 +359,12 @@ class Step:
 
         def change() -> tf.Tensor:
             """Update all buffers."""
-            changes = [
-                arrival.feedback.buffers[kind].assign(new)
-                for arrival in arrivals
-                for kind, new in arrival.taken[1].items()
-            ]
+            with beside(self.device):
+                changes = [
+                    arrival.feedback.buffers[kind].assign(new)
+                    for arrival in arrivals
+                    for kind, new in arrival.taken[1].items()
+                ]
             with tf.control_dependencies(changes):
                 return tf.constant(True)
 

@@ -15,7 +15,7 @@ from datetime import timedelta
 import parity_job
 import torch
 import torch.distributed as dist
-from gpu_jobs import compare_events, compare_parity, train_digits
+from gpu_jobs import compare_cases, compare_events, train_digits
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_sparse.torch.ddp import Compression
@@ -59,8 +59,8 @@ def main():
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", address, timedelta(seconds=60), world_size=ranks, rank=rank)
     kinds = {
-        "parity": lambda: compare_parity(parity_job.train_ddp),
-        "nccl": lambda: compare_parity(parity_job.train_ddp, use_nccl),
+        "parity": lambda: compare_cases(parity_job.train_ddp),
+        "nccl": lambda: compare_cases(parity_job.train_ddp, use_nccl),
         "events": lambda: compare_events(Compression, rank, wrap_terms),
         "train": lambda: train_digits(Compression, rank, wrap_model, gather),
     }

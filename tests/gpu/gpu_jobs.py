@@ -11,6 +11,7 @@ import parity_job
 import torch
 import torch.nn.functional as F
 from gradients import SHAPES, draw
+from parity import compare_parity, report
 from terms import Terms
 from torch import nn
 
@@ -39,30 +40,10 @@ EVENTFUL = [
 WAITING = ("micro", "cltk", "random_k", "sidco", "dct")  # methods in which the host waits for the device
 
 
-def report(wrong):
-    """Return the result of a comparison: how many cases it had, and what was wrong."""
-    return {"cases": len(wrong), "wrong": [one for one in wrong if one]}
-
-
-def compare(case, expected, found):
-    """Return what differs between the CPU and the GPU in one case; an empty string if nothing does."""
-    if not expected[0]:
-        return f"{case}: nothing was sent"
-    if b"".join(found[0]) != b"".join(expected[0]):
-        first = next((at for at, pair in enumerate(zip(*expected, strict=False)) if pair[0] != pair[1]), None)
-        return f"{case}: payload {first} of {len(expected[0])} (on the GPU {len(found[0])}) is not that of the CPU"
-    wrong = [name for name, value in expected[1].items() if found[1][name].tobytes() != value.tobytes()]
-    return f"{case}: parameters {wrong} are not those of the CPU" if wrong else ""
-
-
-def compare_parity(train, prepare=lambda: None):
+def compare_cases(train, prepare=lambda: None):
     """Compare the cases of this tier, and all of the methods in WAITING. prepare: called before the GPU trains."""
-    cases = {case: what for case, what in parity_job.ALL_CASES.items() if what[0] in WAITING} | parity_job.CASES
-    initial = {name: value.astype(np.float32) for name, value in draw(parity_job.SHAPES, 0, 0, seed=9).items()}
-    expected = {case: train(*what, initial, "cpu") for case, what in cases.items()}
-    prepare()
-    found = {case: train(*what, initial, "cuda") for case, what in cases.items()}
-    return report([compare(case, expected[case], found[case]) for case in cases])
+    waiting = {case: what for case, what in parity_job.ALL_CASES.items() if what[0] in WAITING}
+    return compare_parity(train, waiting | parity_job.CASES, prepare)
 
 
 class Events:

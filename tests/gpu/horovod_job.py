@@ -12,7 +12,7 @@ from pathlib import Path
 import horovod.torch as hvd
 import parity_job
 import torch
-from gpu_jobs import compare_events, compare_parity, train_digits
+from gpu_jobs import compare_cases, compare_events, train_digits
 
 from hvd_sparse.torch import Compression
 
@@ -48,7 +48,7 @@ def main():
     if hvd.size() == 1:
         os.environ["HOROVOD_ELASTIC"] = "1"  # Horovod's optimizer leaves a single rank's gradients alone otherwise
     kinds = {
-        "parity": lambda: compare_parity(parity_job.train_torch),
+        "parity": lambda: compare_cases(parity_job.train_torch),
         "events": lambda: compare_events(Compression, hvd.rank(), wrap_terms),
         "train": lambda: train_digits(Compression, hvd.rank(), wrap_model, gather),
     }

@@ -5,17 +5,8 @@ With HOROVOD_GPU_OPERATIONS=NCCL, one rank takes all of it: NCCL refuses a secon
 """
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
-from gpu_helpers import SMALL, assert_nothing_wrong, assert_trained, need
-
-HERE = Path(__file__).resolve().parent
-LIMIT_SECONDS = 240
+from gpu_helpers import SMALL, assert_nothing_wrong, assert_trained, need, run_horovod
 
 
 def ranks_of_horovod():
@@ -29,16 +20,7 @@ def ranks_of_horovod():
 
 def run_job(what):
     """Run horovod_job.py; return the result of each rank."""
-    ranks = ranks_of_horovod()
-    paths = [str(HERE), str(HERE.parent / "shared"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    options = ["-np", str(ranks), "--gloo", "--network-interfaces", "lo"]
-    launcher = [sys.executable, "-m", "horovod.runner.launch", *options]
-    with tempfile.TemporaryDirectory() as folder:
-        command = [*launcher, sys.executable, str(HERE / "horovod_job.py"), what, folder]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return run_horovod("horovod_job.py", what, ranks_of_horovod())
 
 
 def test_payloads_and_parameters_under_horovod_are_those_of_the_cpu():

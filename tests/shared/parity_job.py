@@ -141,13 +141,15 @@ def train_ddp(method, settings, initial, device="cpu"):
     return heard, {name: parameter.numpy(force=True) for name, parameter in model.named()}
 
 
-def train_tensorflow(method, settings, initial):
+def train_tensorflow(method, settings, initial, device="CPU"):
+    """Train with Horovod and TensorFlow, with variables on a device; return the payloads, and the parameters."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
     from hvd_sparse.tensorflow import Compression
 
-    variables = {name: tf.Variable(value, name=name) for name, value in initial.items()}
+    with tf.device(device):
+        variables = {name: tf.Variable(value, name=name) for name, value in initial.items()}
     compression = getattr(Compression, method)(list(variables.values()), **settings)
 
     def read(payload, heard):

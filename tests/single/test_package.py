@@ -118,34 +118,38 @@ def test_absent_framework_is_an_error_only_when_it_is_asked_for(monkeypatch):
         wanted("TORCH", "no_such_module")
 
 
-def test_cuda_is_built_where_it_is_asked_for_or_pytorch_has_it(monkeypatch):
+def test_cuda_is_built_where_it_is_asked_for_or_the_framework_has_it(monkeypatch):
     monkeypatch.setattr("setuptools.setup", lambda **_: None)
     for name in ("HVD_SPARSE_WITH_CUDA", "HVD_SPARSE_WITHOUT_CUDA", "CXX", "CUDAHOSTCXX", "CUDAARCHS"):
         monkeypatch.delenv(name, raising=False)
     options = runpy.run_path(str(ROOT / "setup.py"))["cuda_options"]
     known = SimpleNamespace(stdout="compute_75\ncompute_80\ncompute_90\n")  # as nvcc 12.0 says
-    monkeypatch.setattr("subprocess.run", lambda *_, **__: known)
+    of_tensorflow = SimpleNamespace(stdout="0\n", returncode=0)
+    monkeypatch.setattr("subprocess.run", lambda command, **_: of_tensorflow if "-c" in command else known)
     built = ["-DHVD_SPARSE_CUDA=ON", "-DCMAKE_CUDA_COMPILER=/somewhere/nvcc", "-DCMAKE_CUDA_ARCHITECTURES=80;90"]
     left_out = ["-DHVD_SPARSE_CUDA=OFF"]
     monkeypatch.setattr("shutil.which", lambda *_, **__: "/somewhere/nvcc")
     for version in (None, "13.0"):
         monkeypatch.setattr("torch.version.cuda", version)
-        assert options(with_torch=True) == (built if version else left_out)
-    assert options(with_torch=False) == left_out
+        assert options({"torch", "tensorflow"}) == (built if version else left_out)
+    for said in "01":
+        of_tensorflow.stdout = f"{said}\n"
+        assert options({"tensorflow"}) == (built if said == "1" else left_out)
+    assert options(set()) == left_out
     monkeypatch.setenv("HVD_SPARSE_WITHOUT_CUDA", "1")
-    assert options(with_torch=True) == left_out
+    assert options({"torch"}) == left_out
     monkeypatch.delenv("HVD_SPARSE_WITHOUT_CUDA")
     monkeypatch.setenv("HVD_SPARSE_WITH_CUDA", "1")
-    assert options(with_torch=False) == built
+    assert options(set()) == built
     monkeypatch.setenv("CUDAARCHS", "70")
-    assert options(with_torch=False)[-1] == "-DCMAKE_CUDA_ARCHITECTURES=70"
+    assert options(set())[-1] == "-DCMAKE_CUDA_ARCHITECTURES=70"
     monkeypatch.delenv("CUDAARCHS")
     known.stdout = "compute_75\n"
     with pytest.raises(SystemExit, match="knows no GPU"):
-        options(with_torch=True)
+        options({"torch"})
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     with pytest.raises(SystemExit, match="there is no nvcc"):
-        options(with_torch=True)
+        options({"torch"})
 
 
 def test_nvcc_calls_the_compiler_that_cxx_names_unless_cudahostcxx_is_set(monkeypatch):
@@ -158,7 +162,7 @@ def test_nvcc_calls_the_compiler_that_cxx_names_unless_cudahostcxx_is_set(monkey
     options = runpy.run_path(str(ROOT / "setup.py"))["cuda_options"]
 
     def named():
-        return [one for one in options(with_torch=False) if one.startswith("-DCMAKE_CUDA_HOST_COMPILER")]
+        return [one for one in options(set()) if one.startswith("-DCMAKE_CUDA_HOST_COMPILER")]
 
     assert named() == []
     for compiler in ("g++-13", "g++-13 -m64", "ccache g++-13"):

@@ -14,6 +14,7 @@ from hvd_sparse.granularity import channels_of, segments_of
 from hvd_sparse.half import HALF, rest_of
 from hvd_sparse.reduce_scatter import Bounds
 from hvd_sparse.tensorflow import bucket_ops, ops
+from hvd_sparse.tensorflow.devices import beside
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, read_after
 from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.traffic import Counted
@@ -149,11 +150,12 @@ class Codec(abc.ABC):
         if dtype.name not in HALF:
             arrival.decode = lambda: total
             return []
-        rounded, excess = round_to_half(total, dtype, self.exchange.rank(), now.units)
-        arrival.decode = lambda: rounded
-        rest = tf.where(now.ignores_payloads, tf.zeros_like(total), excess)
-        with tf.control_dependencies(cleared):
-            return [arrival.feedback.residual.assign_add(rest)]
+        with beside(arrival.feedback.device):
+            rounded, excess = round_to_half(total, dtype, self.exchange.rank(), now.units)
+            arrival.decode = lambda: rounded
+            rest = tf.where(now.ignores_payloads, tf.zeros_like(total), excess)
+            with tf.control_dependencies(cleared):
+                return [arrival.feedback.residual.assign_add(rest)]
 
     def _cut(self, arrivals: list[Arrival], indices: tf.Tensor, *columns: tf.Tensor) -> list[tuple]:
         """Split ascending indices into the concatenated variables: for each, arrival, indices in it, and columns."""
@@ -232,7 +234,8 @@ class BucketCodec(Codec):
         buffers = [arrival.feedback.cleared() for arrival in bucket.arrivals]
         memory = ([own[0] for own in buffers], [velocity for own in buffers for velocity in own[1:]])
         options = {**form, "retained": bucket.arrivals[0].feedback.retained}
-        cleared = bucket_ops.clear_bucket(bucket.message, bucket.ks, now.ignores_payloads, *memory, **options)
+        with beside(bucket.arrivals[0].feedback.device):
+            cleared = bucket_ops.clear_bucket(bucket.message, bucket.ks, now.ignores_payloads, *memory, **options)
         done = [cleared]
         for arrival, total in zip(bucket.arrivals, sums, strict=True):
             done += self._set_sum(arrival, total, now, [cleared])

@@ -4,6 +4,7 @@ import tensorflow as tf
 
 from hvd_sparse.tensorflow import bucket_ops
 from hvd_sparse.tensorflow.codecs.base import Arrival, Bucket, BucketCodec, Round
+from hvd_sparse.tensorflow.devices import beside
 from hvd_sparse.tensorflow.error_feedback import decays, destinations
 from hvd_sparse.tensorflow.threshold import ThresholdHints
 
@@ -39,19 +40,21 @@ class FixedCount(BucketCodec):
     def _fill(self, name: str, arrivals: list[Arrival], counts: tf.Tensor, hints: tf.Tensor, now: Round) -> Bucket:
         """Accumulate, select and pack in the members of a bucket, per variable or jointly."""
         feedback = [arrival.feedback for arrival in arrivals]
-        payloads, finite, info = bucket_ops.accumulate_bucket(
-            [arrival.gradient for arrival in arrivals],
-            *destinations(feedback),
-            factors=tf.stack([arrival.factor for arrival in arrivals]),
-            weight_decay=decays(feedback, now.units),
-            is_active=now.is_active,
-            ks=counts,
-            seed=now.seed,
-            threshold_hints=hints,
-            level=self.algorithm.level,
-            **self._form(arrivals, joint=self.is_joint),
-            **feedback[0].rule(),
-        )
+        factors = tf.stack([arrival.factor for arrival in arrivals])
+        with beside(feedback[0].device):
+            payloads, finite, info = bucket_ops.accumulate_bucket(
+                [arrival.gradient for arrival in arrivals],
+                *destinations(feedback),
+                factors=factors,
+                weight_decay=decays(feedback, now.units),
+                is_active=now.is_active,
+                ks=counts,
+                seed=now.seed,
+                threshold_hints=hints,
+                level=self.algorithm.level,
+                **self._form(arrivals, joint=self.is_joint),
+                **feedback[0].rule(),
+            )
         now.finite.append(finite)
         sent = tf.reduce_sum(counts)
         now.counted.add(sent=sent if now.is_dense is None else tf.where(now.is_dense, tf.zeros_like(sent), sent))
@@ -68,7 +71,8 @@ class FixedCount(BucketCodec):
         form = self._form(bucket.arrivals, joint=self.is_joint)
         sizes = [arrival.feedback.size for arrival in bucket.arrivals]
         ranks, scale = now.units.world_size, now.units.outgoing()
-        sums = bucket_ops.reduce_bucket(gathered, sizes, ranks, bucket.ks, scale, **form)
+        with beside(bucket.arrivals[0].feedback.device):
+            sums = bucket_ops.reduce_bucket(gathered, sizes, ranks, bucket.ks, scale, **form)
         return self._delivered(bucket, sums, now, form)
 
     def _selected(self, arrivals: list[Arrival]) -> list[str]:
