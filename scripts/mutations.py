@@ -180,6 +180,20 @@ PYTHON = [
         "single test_checkpoint_files",
     ),
     (
+        "sent entries cleared on the CPU, with buffers on a GPU",
+        "hvd_sparse/tensorflow/codecs/base.py",
+        "with beside(bucket.arrivals[0].feedback.device):\n            cleared",
+        "with beside('CPU:0'):\n            cleared",
+        "tensorflow test_tape_devices",
+    ),
+    (
+        "kernels on a GPU that they were not built for",
+        "hvd_sparse/tensorflow/devices.py",
+        'return why_no_gpu("tensorflow", _capability(device))',
+        'return why_no_gpu("tensorflow", None)',
+        "tensorflow test_tape_devices",
+    ),
+    (
         "a loss scale of zero is accepted where all ranks have it, TensorFlow",
         "hvd_sparse/tensorflow/presence.py",
         "(loss_scale > 0.0)",

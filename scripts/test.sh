@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run a suite of tests, or all: test.sh native | kernels | sanitize | threads | single | parallel | fuzz | cuda | all, and
-# those that `all` leaves out: coverage, tensorflow.
+# Run a suite of tests, or all: test.sh native | kernels | sanitize | threads | single | parallel | fuzz | cuda | all;
+# parts of these: torch_ranks, ddp_ranks, tensorflow_ranks; and those that `all` leaves out: coverage, tensorflow.
 # HVD_SPARSE_TESTS=all, which `make test-all` sets, runs everything; without it, of every suite what catches faults.
 # A suite's output goes to build/logs; here stand its last line or, if it fails, its end and how to run it again.
 . "$(dirname "$0")/step.sh"
@@ -145,21 +145,26 @@ threads) suite "native tests under ThreadSanitizer" threads ;;
 coverage) suite "native tests, lines of the core that run" coverage ;;
 fuzz) suite "payload decoder under random bytes" fuzz ;;
 single) suite "tests of one process" $run $pytest -n "$(nproc)" --dist worksteal tests/single ;;
-parallel)
+parallel) for part in torch_ranks ddp_ranks tensorflow_ranks; do "$0" "$part"; done ;;
+torch_ranks)
     ranks "PyTorch, mpirun -np 3" rank_counts mpirun -np 3 tests/parallel
     ranks "PyTorch, mpirun -np 2" "not rank_counts" mpirun -np 2 tests/parallel
     ranks "PyTorch, mpirun -np 1" rank_counts mpirun -np 1 tests/parallel
     hosts "PyTorch, hierarchical exchange, mpirun -np 4" mpirun -np 4 tests/parallel
     launcher "PyTorch, horovodrun --gloo -np 2" horovodrun --gloo -np 2 tests/parallel
     launcher "PyTorch, horovodrun --mpi -np 2" horovodrun --mpi -np 2 tests/parallel
+    ;;
+ddp_ranks)
     ranks "DistributedDataParallel, torchrun, 3 ranks" rank_counts $torchrun 3 tests/parallel_ddp
     ranks "DistributedDataParallel, torchrun, 2 ranks" "not rank_counts" $torchrun 2 tests/parallel_ddp
     ranks "DistributedDataParallel, torchrun, 1 rank" rank_counts $torchrun 1 tests/parallel_ddp
+    [ "$tier" != all ] || hosts "DistributedDataParallel, hierarchical exchange, torchrun, 4 ranks" $torchrun 4 tests/parallel_ddp
+    ;;
+tensorflow_ranks)
     ranks "TensorFlow, mpirun -np 3" rank_counts mpirun -np 3 tests/parallel_tensorflow
     ranks "TensorFlow, mpirun -np 2" "not rank_counts" mpirun -np 2 tests/parallel_tensorflow
     ranks "TensorFlow, mpirun -np 1" rank_counts mpirun -np 1 tests/parallel_tensorflow
     if [ "$tier" = all ]; then
-        hosts "DistributedDataParallel, hierarchical exchange, torchrun, 4 ranks" $torchrun 4 tests/parallel_ddp
         launcher "TensorFlow, horovodrun --gloo -np 2" horovodrun --gloo -np 2 tests/parallel_tensorflow
         hosts "TensorFlow, hierarchical exchange, mpirun -np 4" mpirun -np 4 tests/parallel_tensorflow
     fi
@@ -175,8 +180,8 @@ all)
     if [ "$tier" = all ]; then
         for part in native sanitize threads fuzz single parallel cuda; do "$0" "$part"; done
     else
-        lanes parallel "kernels sanitize threads single cuda"
+        lanes "torch_ranks tensorflow_ranks" "kernels sanitize threads single ddp_ranks cuda"
     fi
     ;;
-*) fail "no suite named $1" "native, kernels, sanitize, threads, coverage, fuzz, single, parallel, tensorflow, cuda or all" ;;
+*) fail "no suite named $1" "native, kernels, sanitize, threads, coverage, fuzz, single, parallel (torch_ranks, ddp_ranks, tensorflow_ranks), tensorflow, cuda or all" ;;
 esac

@@ -299,7 +299,8 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         own, dense, shards = parts.algorithm, parts.algorithm, {}
         if hosts is not None:
             own, dense, shards = hosts.algorithm, hosts.dense_algorithm, hosts.shards
-        device = place_buffers(parts.algorithm, variables.values())
+        is_first = hvd.is_initialized() and not parts.exchange.is_alone() and parts.exchange.rank() == 0
+        device = place_buffers(parts.algorithm, variables.values(), warns=is_first)
         feedback = {
             name: make_error_feedback(
                 own if name in shards else dense, shards.get(name, variable), name, decays[name], device

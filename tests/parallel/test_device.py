@@ -208,7 +208,7 @@ def test_a_reset_in_inference_mode_can_be_trained_from(monkeypatch, where):
 
 
 def test_builds_without_cuda_fall_back_to_the_cpu(monkeypatch):
-    monkeypatch.setattr(device, "has_cuda", lambda framework: True)
+    monkeypatch.setattr("hvd_sparse.library.has_cuda", lambda framework: True)
     monkeypatch.setattr(hvd, "cuda_built", lambda: True)
     cuda, cpu, ranks = torch.device("cuda", 0), torch.device("cpu"), HorovodCollectives(None)
     assert device.device_of(cuda, ranks) == cuda
@@ -216,7 +216,7 @@ def test_builds_without_cuda_fall_back_to_the_cpu(monkeypatch):
     monkeypatch.setattr(hvd, "cuda_built", lambda: False)
     assert device.device_of(cuda, ranks) == cpu
     monkeypatch.setattr(hvd, "cuda_built", lambda: True)
-    monkeypatch.setattr(device, "has_cuda", lambda framework: False)
+    monkeypatch.setattr("hvd_sparse.library.has_cuda", lambda framework: False)
     assert device.device_of(cuda, ranks) == cpu
 
 

@@ -17,7 +17,7 @@ from helpers import alone_as_elastic, distributed, drive, make_parameters
 from simulated_device import DeviceTensor
 
 from hvd_sparse.schedule import WarmUp
-from hvd_sparse.torch import Compression, device
+from hvd_sparse.torch import Compression
 
 SHAPES = {"body": (60, 40), "middle": (700,), "bias": (40,), "scale": ()}
 FROM_DENSE = WarmUp(0.05, steps=2, initial=1.0)
@@ -45,7 +45,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 @pytest.fixture(autouse=True)
 def without_cuda(monkeypatch):
     """Have every method fall back, however hvd_sparse was built."""
-    monkeypatch.setattr(device, "has_cuda", lambda framework: False)
+    monkeypatch.setattr("hvd_sparse.library.has_cuda", lambda framework: False)
 
 
 def build(parameters, method, process_set=None):
@@ -205,7 +205,7 @@ def warnings_of(make, elastic=True):
     ],
 )
 def test_a_compressor_warns_once_that_gradients_cross(monkeypatch, method, built, advice):
-    monkeypatch.setattr(device, "has_cuda", lambda framework: built)
+    monkeypatch.setattr("hvd_sparse.library.has_cuda", lambda framework: built)
     monkeypatch.setattr(hvd, "cuda_built", lambda: False)
     here = make_parameters(SHAPES)
     there, make = on_device(here), getattr(Compression, method)
@@ -216,7 +216,7 @@ def test_a_compressor_warns_once_that_gradients_cross(monkeypatch, method, built
 
 
 def test_a_hierarchical_exchange_warns_of_crossings_however_it_was_built(monkeypatch):
-    monkeypatch.setattr(device, "has_cuda", lambda framework: True)
+    monkeypatch.setattr("hvd_sparse.library.has_cuda", lambda framework: True)
     monkeypatch.setattr(hvd, "cuda_built", lambda: True)
     there = on_device(make_parameters(SHAPES))
     found = warnings_of(lambda: Compression.micro(there.items(), exchange="hierarchical"), elastic=False)

@@ -10,7 +10,6 @@ from gradients import SHAPES, draw
 from tf_helpers import Reducer, make_variables, several
 
 import hvd_sparse.tensorflow.compression
-import hvd_sparse.tensorflow.devices
 from hvd_sparse.tensorflow import Compression
 from hvd_sparse.tensorflow.devices import CPU, place_buffers
 
@@ -49,7 +48,7 @@ def nodes_of(graph):
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_results_are_those_without_a_gpu(monkeypatch, kind, dtype):
     *_, expected = train(kind, dtype)
-    monkeypatch.setattr(hvd_sparse.tensorflow.compression, "place_buffers", lambda *arguments: GPU)
+    monkeypatch.setattr(hvd_sparse.tensorflow.compression, "place_buffers", lambda *arguments, warns: GPU)
     compression, graph, found = train(kind, dtype)
     assert {feedback.device for feedback in compression.feedback.values()} == {GPU}
     for mine, theirs in zip(found, expected, strict=True):
@@ -64,21 +63,47 @@ def test_results_are_those_without_a_gpu(monkeypatch, kind, dtype):
 def place(method, devices=(GPU, GPU), **options):
     """Return where the error feedback of a method would be, for variables on these devices."""
     algorithm = getattr(Compression, method)(list(make_variables().values()), density=0.05, **options).algorithm
-    return place_buffers(algorithm, [types.SimpleNamespace(device=device) for device in devices])
+    variables = [types.SimpleNamespace(device=device) for device in devices]
+    return place_buffers(algorithm, variables, warns=True)
 
 
-def test_buffers_are_beside_the_variables_of_one_gpu(monkeypatch):
-    assert place("dgc") == CPU  # the operators have no CUDA here
-    monkeypatch.setattr(hvd_sparse.tensorflow.devices, "has_cuda", lambda framework: framework == "tensorflow")
+def cross(why, method, **options):
+    """Check that gradients of this method cross to the CPU, with a warning that says why."""
+    with pytest.warns(UserWarning, match=f"gradients cross to the CPU and back: {why}"):
+        assert place(method, **options) == CPU
+
+
+@pytest.fixture
+def capability(monkeypatch):
+    """Pretend that there is a GPU, and that the operators were built for it; return a list with its capability."""
+    found = [(9, 0)]
+    monkeypatch.setattr("hvd_sparse.library.has_cuda", lambda framework: framework == "tensorflow")
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [kind])
+    details = "experimental.get_device_details"
+    monkeypatch.setattr(f"tensorflow.config.{details}", lambda device: {"compute_capability": found[0]})
+    return found
+
+
+def test_buffers_are_beside_the_variables_of_one_gpu(capability):
     for method in ("dgc", "gradient_dropping", "samomentum", "topk"):
         assert place(method) == GPU, method
     assert place("dgc", scope="model", values="int1") == GPU
-    for method in ("micro", "cltk", "random_k", "sidco", "dct"):
-        assert place(method) == CPU, method
-    assert place("dgc", exchange="reduce_scatter") == CPU
-    assert place("dgc", exchange="auto") == CPU
-    assert place("dgc", (GPU, GPU.replace("GPU:0", "GPU:1"))) == CPU
-    assert place("dgc", (GPU, GPU.replace("GPU", "CPU"))) == CPU
-    assert place("dgc", ("",)) == CPU
+    second = GPU.replace("GPU:0", "GPU:1")
+    assert place("dgc", (second, second)) == second
+    for devices in ((GPU, second), (GPU, GPU.replace("GPU", "CPU")), ("", "")):
+        assert place("dgc", devices) == CPU
     with tf.Graph().as_default():
         assert place("dgc") == CPU
+
+
+def test_a_warning_says_why_gradients_cross(capability, monkeypatch):
+    for method in ("micro", "cltk", "random_k", "sidco", "dct"):
+        cross(f"Compression.{method} works on the CPU", method)
+    for exchange in ("reduce_scatter", "auto"):
+        cross(f'exchange="{exchange}" works on the CPU', "dgc", exchange=exchange)
+    capability[0] = (7, 0)
+    cross("the kernels need a GPU of compute capability 8.0", "dgc")
+    capability[0] = None
+    assert place("dgc") == GPU
+    monkeypatch.setattr("hvd_sparse.library.has_cuda", lambda framework: framework == "torch")
+    cross("hvd_sparse was built without CUDA.*HVD_SPARSE_WITH_CUDA=1", "dgc")
