@@ -7,7 +7,6 @@ from pathlib import Path
 LIBRARY_DIRECTORY = Path(__file__).parent / "lib"
 SOURCE = Path(__file__).parent.parent  # the source tree, if there is a setup.py
 FRAMEWORKS = ("torch", "tensorflow")  # beside "numpy", which is always built
-LEAST_CAPABILITY = (8, 0)  # of a GPU, for which setup.py compiles
 CUDA_MARK = b"hvd_sparse was built with CUDA"  # to be read off a library without loading it
 
 
@@ -21,19 +20,14 @@ def has_cuda(framework: str) -> bool:
     return is_built(framework) and CUDA_MARK in _path(framework).read_bytes()
 
 
-def why_no_gpu(framework: str, capability: tuple[int, int] | None) -> str:
-    """Return why a framework's operators cannot run on a GPU of this compute capability; an empty string if they can.
-
-    capability: None if it is not known, which is no reason.
-    """
-    if not has_cuda(framework):
-        return (
-            "hvd_sparse was built without CUDA. To compress on the device, install it again with "
-            "HVD_SPARSE_WITH_CUDA=1 pip install --no-build-isolation ."
-        )
-    if capability is not None and capability < LEAST_CAPABILITY:
-        return "the kernels need a GPU of compute capability 8.0 or newer, such as A100"
-    return ""
+def why_no_cuda(framework: str) -> str:
+    """Return why a framework's operators know no GPU; an empty string if they were built for CUDA."""
+    return (
+        ""
+        if has_cuda(framework)
+        else "hvd_sparse was built without CUDA. To compress on the device, install it again with "
+        "HVD_SPARSE_WITH_CUDA=1 pip install --no-build-isolation ."
+    )
 
 
 def find_library(framework: str) -> str:

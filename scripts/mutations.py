@@ -189,8 +189,8 @@ PYTHON = [
     (
         "kernels on a GPU that they were not built for",
         "hvd_sparse/tensorflow/devices.py",
-        'return why_no_gpu("tensorflow", _capability(device))',
-        'return why_no_gpu("tensorflow", None)',
+        'return why_no_cuda("tensorflow") or _failure(*places)',
+        'return why_no_cuda("tensorflow")',
         "tensorflow test_tape_devices",
     ),
     (

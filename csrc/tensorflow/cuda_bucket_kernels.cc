@@ -1,4 +1,5 @@
-// GPU kernels that process a bucket of variables in one call. They do not wait for the device.
+// GPU kernels that process a bucket of variables in one call. Those that read payloads wait for the device, and return
+// an error if a payload is damaged; the others do not wait.
 #include "../cuda/bucket.h"
 #include "bucket.h"
 #include "cuda_call.h"
@@ -57,7 +58,8 @@ class CudaClearBucketKernel : public ClearBucketBase {
     TF_RETURN_IF_ERROR(work.Open(call));
     TF_RETURN_IF_ERROR(work.Allocate(reduce_workspace_size(selections, 1), &workspace));
     TF_RETURN_IF_ERROR(work.AllocateStatus(&status));
-    return CudaStatus(clear_launch(selections, retained_, status, workspace, work.stream()));
+    TF_RETURN_IF_ERROR(CudaStatus(clear_launch(selections, retained_, status, workspace, work.stream())));
+    return work.CheckDecoded(call, status, true);
   }
 };
 
@@ -82,7 +84,8 @@ class CudaReduceBucketKernel : public ReduceBucketBase {
     TF_RETURN_IF_ERROR(work.Open(call));
     TF_RETURN_IF_ERROR(work.Allocate(reduce_workspace_size(selections, ranks), &workspace));
     TF_RETURN_IF_ERROR(work.AllocateStatus(&status));
-    return CudaStatus(reduce_launch(selections, ranks, stride, scale, status, workspace, work.stream()));
+    TF_RETURN_IF_ERROR(CudaStatus(reduce_launch(selections, ranks, stride, scale, status, workspace, work.stream())));
+    return work.CheckDecoded(call, status);
   }
 };
 

@@ -6,6 +6,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <iterator>
+#include <string>
+
 #include "../cuda/plan.h"
 #include "../cuda/reduce.h"
 #include "kernel.h"
@@ -52,12 +55,25 @@ class DeviceWork {
     return absl::OkStatus();
   }
 
-  // Allocates a status that no op reads: TensorFlow users recognise damaged payloads by NaN.
+  // Allocates a status without failures, for a launcher and `CheckDecoded`.
   absl::Status AllocateStatus(DecodeStatus** status) {
     void* memory = nullptr;
     TF_RETURN_IF_ERROR(Allocate(sizeof(DecodeStatus), &memory));
     *status = static_cast<DecodeStatus*>(memory);
-    return absl::OkStatus();
+    return CudaStatus(cudaMemsetAsync(memory, 0, sizeof(DecodeStatus), stream_));
+  }
+
+  // Waits for the device, and returns an error if a payload was damaged. is_own: the payloads are this rank's.
+  absl::Status CheckDecoded(const Call& call, const DecodeStatus* status, bool is_own = false) const {
+    static constexpr const char* kFields[] = {"magic",           "version", "coding",   "value dtype", "reserved field",
+                                              "element count n", "entries", "checksum", "positions"};
+    DecodeStatus found{};
+    TF_RETURN_IF_ERROR(CudaStatus(cudaMemcpyAsync(&found, status, sizeof found, cudaMemcpyDeviceToHost, stream_)));
+    TF_RETURN_IF_ERROR(CudaStatus(cudaStreamSynchronize(stream_)));
+    if (found.refused == 0) return absl::OkStatus();
+    const auto field = static_cast<size_t>(found.first % kChecksEach - 1);
+    const std::string rank = is_own ? "" : absl::StrCat("from rank ", found.first / kChecksEach, ": ");
+    return call.Invalid(rank, "payload ", field < std::size(kFields) ? kFields[field] : "format", " is wrong");
   }
 
   cudaStream_t stream() const { return stream_; }

@@ -1,5 +1,5 @@
-// GPU kernels of the ops on single tensors. They check arguments, launch kernels, and report errors; they do not wait
-// for the device. The other ops on single tensors run on the CPU.
+// GPU kernels of the ops on single tensors. They check arguments, launch kernels, and report errors; only the sum of
+// payloads waits for the device. The other ops on single tensors run on the CPU.
 #include "../core/threshold.h"
 #include "../cuda/accumulate.h"
 #include "../cuda/finite.h"
@@ -138,8 +138,9 @@ class CudaReducePayloadsKernel : public FormatKernel {
     TF_RETURN_IF_ERROR(work.Allocate(reduce_payloads_workspace_size(plan, ranks), &workspace));
     TF_RETURN_IF_ERROR(work.AllocateStatus(&status));
     const auto* first = static_cast<const uint8_t*>(gathered.data()) + offset;
-    return CudaStatus(
-        reduce_payloads_launch(plan, first, ranks, gathered.dim_size(1), scale, sum, status, workspace, work.stream()));
+    TF_RETURN_IF_ERROR(CudaStatus(reduce_payloads_launch(plan, first, ranks, gathered.dim_size(1), scale, sum, status,
+                                                         workspace, work.stream())));
+    return work.CheckDecoded(call, status);
   }
 };
 

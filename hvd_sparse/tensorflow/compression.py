@@ -30,7 +30,7 @@ from hvd_sparse.tensorflow.calls import (
     warn_of_turns,
     warn_of_twins,
 )
-from hvd_sparse.tensorflow.devices import on_host, place_buffers
+from hvd_sparse.tensorflow.devices import CPU, on_host, place_buffers
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, make_error_feedback, make_variable
 from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
 from hvd_sparse.tensorflow.hosts import Hosts, make_hosts
@@ -191,7 +191,8 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
 
     def _residual_norm(self) -> tf.Tensor:
         residuals = [feedback.residual for feedback in self.feedback.values() if "residual" in feedback.buffers]
-        return tf.sqrt(tf.add_n([sum_of_squares(one) for one in residuals])) if residuals else tf.zeros([], tf.float64)
+        squares = [sum_of_squares(residual, self._parts.step.device) for residual in residuals]
+        return tf.sqrt(tf.add_n(squares)) if squares else tf.zeros([], tf.float64)
 
     def log_to(self, writer, every: int = 1, prefix: str = "compression") -> None:
         """Report the numbers of each step to a logger: ratio, density, bytes, residual norm.
@@ -299,8 +300,10 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         own, dense, shards = parts.algorithm, parts.algorithm, {}
         if hosts is not None:
             own, dense, shards = hosts.algorithm, hosts.dense_algorithm, hosts.shards
-        is_first = hvd.is_initialized() and not parts.exchange.is_alone() and parts.exchange.rank() == 0
-        device = place_buffers(parts.algorithm, variables.values(), warns=is_first)
+        device, exchange = CPU, parts.exchange
+        if not hvd.is_initialized() or exchange.is_used():  # else it would take memory of a GPU for nothing
+            is_first = hvd.is_initialized() and not exchange.is_alone() and exchange.rank() == 0
+            device = place_buffers(parts.algorithm, variables.values(), warns=is_first)
         feedback = {
             name: make_error_feedback(
                 own if name in shards else dense, shards.get(name, variable), name, decays[name], device

@@ -14,7 +14,7 @@ from hvd_sparse.algorithms import Algorithm, DeepGradientCompression, Sparsifica
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.devices import CPU, beside
-from hvd_sparse.tensorflow.norm import GPU_SPAN, SPAN, sum_of_squares
+from hvd_sparse.tensorflow.norm import sum_of_squares
 from hvd_sparse.units import Units
 
 
@@ -299,8 +299,7 @@ def clip_factor(algorithm: Algorithm, units: Units, gradients: list[tf.Tensor], 
     Elements that are not finite count as zero. device: that of the error feedback.
     """
     with beside(device):
-        span = SPAN if device == CPU else GPU_SPAN
-        norm = tf.sqrt(tf.add_n([sum_of_squares(gradient, span) for gradient in gradients]))
+        norm = tf.sqrt(tf.add_n([sum_of_squares(gradient, device) for gradient in gradients]))
     bound = units.clip_bound(algorithm.clip_norm)
     # Without a division by a norm of 0: its infinity, though unused, would stop a program with check_numerics.
     return tf.cast(bound / tf.maximum(norm, bound) * units.incoming, tf.float32)

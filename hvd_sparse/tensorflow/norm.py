@@ -5,12 +5,18 @@ The float64 copies of a whole gradient would take several times its memory, so a
 
 import tensorflow as tf
 
+from hvd_sparse.tensorflow.devices import CPU
+
 SPAN = 1 << 18  # elements
-GPU_SPAN = 1 << 24  # there, starting the operations on a small span takes longer than the operations
+GPU_SPAN = 1 << 22  # starting the operations on a smaller one takes longer than the operations
 
 
-def sum_of_squares(values: tf.Tensor | tf.Variable, span: int = SPAN) -> tf.Tensor:
-    """Return the sum of squares of all elements in float32, as float64; elements that are not finite count as zero."""
+def sum_of_squares(values: tf.Tensor | tf.Variable, device: str = CPU) -> tf.Tensor:
+    """Return the sum of squares of all elements in float32, as float64; elements that are not finite count as zero.
+
+    device: where it is computed.
+    """
+    span = SPAN if device == CPU else GPU_SPAN
     flat = tf.reshape(tf.cast(values, tf.float32), [-1])
     n = flat.shape.num_elements()
     if n is not None and n <= span:

@@ -163,7 +163,8 @@ class Step:
         def decoded() -> tf.Tensor:
             """Return the sum of the payloads."""
             with on_host(self.device):
-                token, expected = tf.cast(reduced, tf.float32), now.units.reduction * now.units.world_size
+                token = tf.cast(reduced, tf.float32)
+                expected = tf.cast(now.units.reduction * now.units.world_size, tf.float32)
             with beside(self.device):
                 return tf.cast(ops.take_sum(arrival.decode(), token, expected, now.overflow, shape), dtype)
 
@@ -287,7 +288,7 @@ class Step:
         return (due > 0.0) | tf.not_equal(tf.square(known), squares * ranks)
 
     def _take(self, arrivals: list[Arrival], now: Round, inner: Units) -> list[tf.Tensor]:
-        """Set `taken` of the gradients that are sent dense in this step; return whether each is finite everywhere.
+        """Set `taken` of the gradients that are sent dense in this step; return which are finite everywhere, if any.
 
         inner: the units of gradients that are sent as payloads in other steps.
         """
@@ -297,8 +298,13 @@ class Step:
                 *arrival.taken, is_finite = self._take_all(arrival, now.units)
                 finite.append(is_finite)
         sparse = [arrival for arrival in arrivals if arrival.is_sparse]
-        if now.is_dense is None or not sparse:
-            return finite
+        if now.is_dense is not None and sparse:
+            finite += self._take_in_dense_steps(sparse, now, inner)
+        with beside(self.device):
+            return [tf.stack(finite)] if finite else []
+
+    def _take_in_dense_steps(self, sparse: list[Arrival], now: Round, inner: Units) -> list[tf.Tensor]:
+        """Set `taken` of gradients that are payloads in other steps; return for each whether it is finite."""
 
         def dense() -> list:
             """Return the dense tensors of all sparse gradients."""
@@ -314,6 +320,7 @@ class Step:
             ]
 
         # One tf.cond for all gradients: a step of payloads does not compute the dense tensors.
+        finite = []
         for arrival, (*taken, is_finite) in zip(sparse, tf.cond(now.is_dense, dense, token), strict=True):
             arrival.taken = taken
             finite.append(is_finite)
@@ -345,7 +352,8 @@ class Step:
             now.counted.add(payload_bytes=8)
             return
         sent, size = arrival.taken[0], tf.constant(arrival.feedback.size, tf.int64)
-        arrival.carried = once(now.present, tf.reshape(sent, [-1]) if arrival.is_sparse else sent)
+        with beside(self.device):
+            arrival.carried = once(now.present, tf.reshape(sent, [-1]) if arrival.is_sparse else sent)
         # Not tf.size: TensorFlow's graph optimizer assumes the shape of one branch for both.
         elements = tf.where(now.is_dense, size, tf.constant(TOKEN_ELEMENTS, tf.int64)) if arrival.is_sparse else size
         now.counted.add(payload_bytes=elements * sent.dtype.size)

@@ -12,10 +12,12 @@ In a hierarchical exchange, or if the build does not support CUDA, gradients are
 import torch
 
 from hvd_sparse.algorithms import Algorithm
-from hvd_sparse.library import why_no_gpu
+from hvd_sparse.library import why_no_cuda
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.collectives import Collectives
 from hvd_sparse.torch.exchange import Exchange
+
+LEAST_CAPABILITY = (8, 0)
 
 
 def is_cuda(device: torch.device) -> bool:
@@ -25,8 +27,11 @@ def is_cuda(device: torch.device) -> bool:
 
 def why_not(device: torch.device, collectives: Collectives) -> str:
     """Return why compressors do not work on a CUDA device here; an empty string if they do."""
-    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
-    return why_no_gpu("torch", capability) or collectives.why_not_cuda()
+    if why := why_no_cuda("torch"):
+        return why
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return "the kernels need a GPU of compute capability 8.0 or newer, such as A100"
+    return collectives.why_not_cuda()
 
 
 def device_of(parameters: torch.device, collectives: Collectives) -> torch.device:

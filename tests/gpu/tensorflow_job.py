@@ -126,7 +126,35 @@ def compare_ops():
             away = [one.device for _, one in pairs if not one.device.endswith("GPU:0")]
             differing = [at for at, pair in enumerate(pairs) if not is_same(*pair)]
             wrong.append(f"{name}: results {differing} differ, {away}" if differing or away else "")
-    return report(wrong)
+    return report([*wrong, *refusals()])
+
+
+def refusals():
+    """Return what is wrong about the errors for damaged payloads on the GPU; empty strings if nothing is."""
+    n, k = 1000, 10
+    with tf.device(GPU):
+        residual = tf.Variable(make("normal", n))
+        numbers = {"factors": [1.0], "ks": [k], "threshold_hints": [0.0]}
+        message = bucket_ops.accumulate_bucket([tf.constant(make("normal", n, 1))], [residual], **numbers)[0]
+        damaged = message.numpy()
+        damaged[34] ^= 1
+        before, both = residual.numpy(), tf.stack([message, damaged])
+        calls = {
+            "reduce_payloads: from rank 1: payload checksum": lambda: ops.reduce_payloads(both, 0, n, k),
+            "reduce_bucket: from rank 1": lambda: bucket_ops.reduce_bucket(tf.reshape(both, [-1]), [n], 2, [k]),
+            "clear_bucket: payload checksum": lambda: bucket_ops.clear_bucket(damaged, [k], False, [residual]),
+        }
+        wrong = ["" if refuses(call, says) else f"no error that says {says}" for says, call in calls.items()]
+    return [*wrong, "" if residual.numpy().tobytes() == before.tobytes() else "a damaged message cleared entries"]
+
+
+def refuses(call, says):
+    """Return whether a call raises an error that says so."""
+    try:
+        call()
+    except tf.errors.InvalidArgumentError as error:
+        return says in str(error)
+    return False
 
 
 def is_same(expected, found):

@@ -14,6 +14,7 @@ from hvd_sparse.tensorflow import Compression
 from hvd_sparse.tensorflow.devices import CPU, place_buffers
 
 GPU = "/job:localhost/replica:0/task:0/device:GPU:0"
+SECOND = GPU.replace("GPU:0", "GPU:1")
 SETTINGS = {
     "clipped": ("dgc", {"momentum": 0.9, "weight_decay": 0.01, "clip_norm": 5.0}),
     "whole": ("dgc", {"momentum": 0.9, "scope": "model", "clip_norm": 5.0, "clip_scope": "model"}),
@@ -74,36 +75,51 @@ def cross(why, method, **options):
 
 
 @pytest.fixture
-def capability(monkeypatch):
-    """Pretend that there is a GPU, and that the operators were built for it; return a list with its capability."""
-    found = [(9, 0)]
+def with_gpu(monkeypatch):
+    """Pretend that the operators were built for the GPU."""
     monkeypatch.setattr("hvd_sparse.library.has_cuda", lambda framework: framework == "tensorflow")
-    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [kind])
-    details = "experimental.get_device_details"
-    monkeypatch.setattr(f"tensorflow.config.{details}", lambda device: {"compute_capability": found[0]})
-    return found
 
 
-def test_buffers_are_beside_the_variables_of_one_gpu(capability):
+def test_buffers_are_beside_the_variables_of_one_gpu(with_gpu):
     for method in ("dgc", "gradient_dropping", "samomentum", "topk"):
         assert place(method) == GPU, method
     assert place("dgc", scope="model", values="int1") == GPU
-    second = GPU.replace("GPU:0", "GPU:1")
-    assert place("dgc", (second, second)) == second
-    for devices in ((GPU, second), (GPU, GPU.replace("GPU", "CPU")), ("", "")):
-        assert place("dgc", devices) == CPU
+    assert place("dgc", (SECOND, SECOND)) == SECOND
+    for device in ("", GPU.replace("GPU", "CPU")):
+        assert place("dgc", (device, device)) == CPU
     with tf.Graph().as_default():
         assert place("dgc") == CPU
 
 
-def test_a_warning_says_why_gradients_cross(capability, monkeypatch):
+def test_a_warning_says_why_gradients_cross(with_gpu, monkeypatch):
     for method in ("micro", "cltk", "random_k", "sidco", "dct"):
         cross(f"Compression.{method} works on the CPU", method)
     for exchange in ("reduce_scatter", "auto"):
         cross(f'exchange="{exchange}" works on the CPU', "dgc", exchange=exchange)
-    capability[0] = (7, 0)
-    cross("the kernels need a GPU of compute capability 8.0", "dgc")
-    capability[0] = None
-    assert place("dgc") == GPU
+    for other in (SECOND, GPU.replace("GPU", "CPU")):
+        cross(f"they are on several devices, .*{other[-5:]}", "dgc", devices=(GPU, other))
+
+    def fail(values):
+        raise tf.errors.InternalError(None, None, "no kernel image is available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hvd_sparse.tensorflow.ops.all_finite", fail)
+        cross("the kernels do not run on this GPU: no kernel image", "dgc")
     monkeypatch.setattr("hvd_sparse.library.has_cuda", lambda framework: framework == "torch")
     cross("hvd_sparse was built without CUDA.*HVD_SPARSE_WITH_CUDA=1", "dgc")
+
+
+@several
+def test_a_process_that_compresses_nothing_needs_no_memory_of_a_gpu(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        hvd_sparse.tensorflow.compression, "place_buffers", lambda *arguments, warns: asked.append(warns) or CPU
+    )
+    members = hvd.add_process_set([0])
+    try:
+        Compression.dgc(list(make_variables().values()), density=0.05, process_set=members)
+        assert asked == []  # a set of one, or a rank outside it
+        Compression.dgc(list(make_variables().values()), density=0.05)
+        assert asked == [hvd.rank() == 0]
+    finally:
+        hvd.remove_process_set(members)

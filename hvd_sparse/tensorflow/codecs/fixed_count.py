@@ -40,14 +40,14 @@ class FixedCount(BucketCodec):
     def _fill(self, name: str, arrivals: list[Arrival], counts: tf.Tensor, hints: tf.Tensor, now: Round) -> Bucket:
         """Accumulate, select and pack in the members of a bucket, per variable or jointly."""
         feedback = [arrival.feedback for arrival in arrivals]
-        factors = tf.stack([arrival.factor for arrival in arrivals])
+        factors, is_active = tf.stack([arrival.factor for arrival in arrivals]), tf.convert_to_tensor(now.is_active)
         with beside(feedback[0].device):
             payloads, finite, info = bucket_ops.accumulate_bucket(
                 [arrival.gradient for arrival in arrivals],
                 *destinations(feedback),
                 factors=factors,
                 weight_decay=decays(feedback, now.units),
-                is_active=now.is_active,
+                is_active=is_active,
                 ks=counts,
                 seed=now.seed,
                 threshold_hints=hints,
@@ -70,7 +70,8 @@ class FixedCount(BucketCodec):
         """Sum the payloads, and clear the sent entries."""
         form = self._form(bucket.arrivals, joint=self.is_joint)
         sizes = [arrival.feedback.size for arrival in bucket.arrivals]
-        ranks, scale = now.units.world_size, now.units.outgoing()
+        ranks = tf.constant(now.units.world_size, tf.int64)
+        scale = tf.cast(now.units.outgoing(), tf.float32)
         with beside(bucket.arrivals[0].feedback.device):
             sums = bucket_ops.reduce_bucket(gathered, sizes, ranks, bucket.ks, scale, **form)
         return self._delivered(bucket, sums, now, form)
