@@ -72,6 +72,14 @@ class Members:
             )
 
 
+def not_called(name: str, where: str = "with one process") -> str:
+    """Return the warning that Horovod will not call a compressor of a method that takes the optimizer's work."""
+    return (
+        f"hvd_sparse: Horovod calls no compressor {where}: nothing is compressed, and momentum, weight_decay and "
+        f"clip_norm of Compression.{name} are not applied. Give them to the optimizer for such a run"
+    )
+
+
 def is_elastic() -> bool:
     """Return whether this is a job of Horovod's elastic launcher: its ranks come and go."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"

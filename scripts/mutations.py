@@ -180,6 +180,20 @@ PYTHON = [
         "single test_checkpoint_files",
     ),
     (
+        "an infinite sum of 16-bit gradients enters the residual, TensorFlow",
+        "hvd_sparse/tensorflow/codecs/base.py",
+        "return rounded, tf.where(tf.math.is_finite(excess), excess, tf.zeros_like(excess))",
+        "return rounded, excess",
+        "tensorflow test_tape_overflow_inside bfloat16",
+    ),
+    (
+        "ranks outside a process set take part in an elastic job, TensorFlow",
+        "hvd_sparse/tensorflow/exchange.py",
+        "return not is_outside and (",
+        "return (",
+        "tensorflow test_tape_elastic outside",
+    ),
+    (
         "sent entries cleared on the CPU, with buffers on a GPU",
         "hvd_sparse/tensorflow/codecs/base.py",
         "with beside(bucket.arrivals[0].feedback.device):\n            cleared",

@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.frames import warn
 from hvd_sparse.log import Log
-from hvd_sparse.members import NOT_COPIED, is_elastic, not_compressed
+from hvd_sparse.members import NOT_COPIED, is_elastic, not_called, not_compressed
 from hvd_sparse.tensorflow.calls import (
     NEVER_CALLED,
     Call,
@@ -80,11 +80,8 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         if self._parts.variables.is_loaded():
             self._make_error_feedback()
         exchange = self._parts.exchange
-        if algorithm.replaces_optimizer and hvd.is_initialized() and (exchange.is_alone() or not exchange.is_used()):
-            warn(
-                "hvd_sparse: Horovod compresses nothing with one process: momentum, weight_decay and clip_norm of "
-                f"Compression.{algorithm.name} are not applied. Give them to the optimizer for such a run"
-            )
+        if algorithm.replaces_optimizer and exchange.process_set.included() and exchange.size() == 1:
+            warn(not_called(algorithm.name, "with one process" if hvd.size() == 1 else "in a process set of one rank"))
 
     def __hash__(self):
         # Horovod caches its traced function by this hash. It must be traced again with other ranks, and for each Keras

@@ -43,7 +43,8 @@ class Exchange(Members):
 
     def is_used(self) -> bool:
         """Return whether Horovod will call the compressor: not on a single rank, nor outside the process set."""
-        return is_elastic() or (self.process_set.included() and self.size() > 1)
+        is_outside = self.process_set.included() is False  # None: Horovod is not initialised
+        return not is_outside and (is_elastic() or (bool(self.process_set.included()) and self.size() > 1))
 
     def is_alone(self) -> bool:
         """Return whether this is the only rank of an elastic job, at present."""

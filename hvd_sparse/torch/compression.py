@@ -14,7 +14,7 @@ from horovod.torch.elastic.state import get_handler_registry
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.frames import warn
-from hvd_sparse.members import not_compressed
+from hvd_sparse.members import not_called, not_compressed
 from hvd_sparse.shared_use import SharedUse
 from hvd_sparse.torch.caller import calling_optimizer, reduces_again, runs_closure, stepping_scaler
 from hvd_sparse.torch.codecs.base import Arrival
@@ -66,11 +66,7 @@ class SparseCompressor(Compressor):
         self._start_check()
         self._has_warned_of_sparse = False
         if algorithm.replaces_optimizer and self._collectives.is_alone():
-            warn(
-                "hvd_sparse: Horovod calls no compressor with one process: nothing is compressed, and momentum, "
-                f"weight_decay and clip_norm of Compression.{algorithm.name} are not applied. Give them to the "
-                "optimizer for such a run"
-            )
+            warn(not_called(algorithm.name))
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Arrival]:
         """Compress one gradient; return the tensor for Horovod to all-reduce, and the context for `decompress`."""

@@ -29,8 +29,13 @@ def why_not(device: torch.device, collectives: Collectives) -> str:
     """Return why compressors do not work on a CUDA device here; an empty string if they do."""
     if why := why_no_cuda("torch"):
         return why
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        return "the kernels need a GPU of compute capability 8.0 or newer, such as A100"
+    if torch.cuda.is_available():
+        if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+            return "the kernels need a GPU of compute capability 8.0 or newer, such as A100"
+        try:
+            ops.all_finite(torch.zeros(1, device=device))
+        except RuntimeError as error:  # compiled for other GPUs, or with a CUDA that is newer than the driver
+            return f"the kernels do not run on this GPU: {error}"
     return collectives.why_not_cuda()
 
 

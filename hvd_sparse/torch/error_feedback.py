@@ -113,7 +113,7 @@ class ErrorFeedback:
         total = total.view(-1)
         rounded = total.clamp(-most, most).to(dtype)
         excess = (total - rounded).mul_(part)
-        self.residual.add_(excess.nan_to_num_(0.0, 0.0, 0.0))  # on CUDA the sum of a damaged payload is NaN
+        self.residual.add_(excess.nan_to_num_(0.0, 0.0, 0.0))  # an infinite sum; on CUDA a damaged payload's is NaN
         return rounded
 
     def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:

@@ -220,6 +220,28 @@ def test_builds_without_cuda_fall_back_to_the_cpu(monkeypatch):
     assert device.device_of(cuda, ranks) == cpu
 
 
+def test_a_gpu_on_which_the_kernels_do_not_run_leaves_compression_to_the_cpu(monkeypatch):
+    monkeypatch.setattr("hvd_sparse.library.has_cuda", lambda framework: True)
+    monkeypatch.setattr(hvd, "cuda_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "zeros", lambda size, device: device)
+    cuda, ranks = torch.device("cuda", 0), HorovodCollectives(None)
+
+    def fail(values):
+        raise RuntimeError(f"no kernel image is available for {values}")
+
+    for capability, check, says in (
+        ((7, 5), lambda values: True, "capability 8.0 or newer"),
+        ((9, 0), fail, "do not run on this GPU: no kernel image is available for cuda:0"),
+        ((9, 0), lambda values: True, ""),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+            patch.setattr(device.ops, "all_finite", check)
+            why = device.why_not(cuda, ranks)
+            assert says in why and bool(why) == bool(says), why
+
+
 def test_parameters_on_two_devices_are_refused():
     parameters = {"here": torch.nn.Parameter(torch.ones(3)), "there": torch.nn.Parameter(torch.ones(3, device="meta"))}
     with pytest.raises(ValueError, match="on the CPU or on CUDA devices, got meta"):

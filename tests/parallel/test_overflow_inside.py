@@ -64,6 +64,20 @@ def test_an_overflow_in_the_memory_voids_the_step_and_leaves_the_memory(kind):
     assert len(set(everywhere(compression.stats()["steps"]))) == 1
 
 
+@pytest.mark.skipif(hvd.size() == 1, reason="one gradient alone has no sum")
+@pytest.mark.parametrize("settings", [{}, {"exchange": "reduce_scatter"}], ids=["gather", "reduce_scatter"])
+def test_an_infinite_sum_of_bfloat16_leaves_nothing_in_the_memory(settings):
+    """Each rank's gradient is finite, and their sum is not: it is clamped, and what is beyond has no finite size."""
+    parameters = {name: torch.nn.Parameter(one.bfloat16()) for name, one in make_parameters(SHAPES).items()}
+    compression = Compression.gradient_dropping(parameters.items(), density=0.05, min_numel=100, **settings)
+    same = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    same["head.weight"][7] = 3e38
+    assert drive(compression, parameters, same, op=hvd.Sum)["head.weight"][7] == torch.finfo(torch.bfloat16).max
+    assert all(memory_of(compression, parameters, name).isfinite().all() for name in SHAPES)
+    small = drive(compression, parameters, draw(SHAPES, 1, 0), op=hvd.Sum)
+    assert all(found.isfinite().all() for found in small.values())
+
+
 def test_nesterov_overflows_at_once():
     """v = m (u + g) + g: nothing of it enters."""
     parameters = make_parameters(SHAPES)

@@ -1,5 +1,6 @@
 """Steps of an elastic job: ranks continue from the latest step, and a stale trace raises an error."""
 
+import contextlib
 import pickle
 
 import horovod.tensorflow
@@ -36,7 +37,7 @@ def elastic(monkeypatch):
 def test_one_rank_alone_applies_its_gradients_and_keeps_nothing(graph):
     """Horovod delivers them as they are: what a residual had of them would be sent again when a rank joins."""
     variables = make_variables()
-    with pytest.warns(UserWarning, match="compresses nothing with one process"):
+    with pytest.warns(UserWarning, match="calls no compressor with one process"):
         compression = Compression.dgc(list(variables.values()), density=0.01, momentum=0.9)
     reduce = Reducer(variables, compression, graph=graph)
     for step in range(3):
@@ -55,6 +56,20 @@ def test_a_step_traced_for_one_rank_alone_is_refused_with_more(monkeypatch):
     monkeypatch.setattr(horovod.tensorflow, "size_op", lambda *_, **__: tf.constant(2))  # as after a rank has joined
     with pytest.raises(tf.errors.InvalidArgumentError, match="was traced for other ranks"):
         reduce(draw(SHAPES, 0, 0))
+
+
+@several
+def test_a_rank_outside_the_process_set_takes_no_part():
+    members = hvd.add_process_set([0])
+    try:
+        with (
+            contextlib.nullcontext() if hvd.rank() else pytest.warns(UserWarning, match="in a process set of one rank")
+        ):
+            compression = Compression.dgc(list(make_variables().values()), density=0.01, process_set=members)
+        assert compression._parts.exchange.is_used() == (hvd.rank() == 0)
+        assert (compression.place is None) == (hvd.rank() > 0)
+    finally:
+        hvd.remove_process_set(members)
 
 
 @several

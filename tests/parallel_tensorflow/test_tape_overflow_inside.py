@@ -3,6 +3,7 @@
 import horovod.tensorflow as hvd
 import numpy as np
 import pytest
+import tensorflow as tf
 from gradients import draw
 from tf_helpers import Reducer, assert_alive, make_variables, memory_of, several
 
@@ -47,6 +48,21 @@ def test_an_overflow_in_the_memory_voids_the_step_and_leaves_the_memory(kind):
         if name != "bias":
             expected = np.float32(huge(0)[name]).astype(np.float64).reshape(-1)
             np.testing.assert_array_equal(residual[waited], expected[waited], err_msg=name)
+
+
+@pytest.mark.parametrize("settings", [{}, {"exchange": "reduce_scatter"}], ids=["gather", "reduce_scatter"])
+def test_an_infinite_sum_of_bfloat16_leaves_nothing_in_the_memory(settings):
+    """Each rank's gradient is finite, and their sum is not: it is clamped, and what is beyond has no finite size."""
+    variables = make_variables(SHAPES, tf.bfloat16)
+    options = {"density": 0.05, "min_numel": 100, **settings}
+    compression = Compression.gradient_dropping(list(variables.values()), **options)
+    reduce = Reducer(variables, compression, op=hvd.Sum)
+    same = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    same["head"][7] = 3e38
+    assert reduce(same)["head"][7] == tf.bfloat16.max
+    assert all(np.isfinite(memory_of(compression, name)).all() for name in SHAPES)
+    small = draw(SHAPES, 1, 0)
+    assert all(np.isfinite(found).all() for found in reduce(small).values())
 
 
 @pytest.mark.parametrize("kind", ["residual", "velocity"])

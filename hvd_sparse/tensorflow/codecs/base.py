@@ -245,10 +245,11 @@ class BucketCodec(Codec):
 def round_to_half(total: tf.Tensor, dtype: tf.DType, rank: int, units: Units) -> tuple[tf.Tensor, tf.Tensor]:
     """Clamp and round a float32 sum over ranks to a 16-bit type; return it, float32, and the excess for this residual.
 
-    units: those of the ranks, among which this is `rank`; they share the excess.
+    units: those of the ranks, among which this is `rank`; they share the excess. An infinite sum has none.
     """
     rounded = tf.cast(tf.cast(tf.clip_by_value(total, -float(dtype.max), float(dtype.max)), dtype), tf.float32)
-    return rounded, (total - rounded) * tf.cast(rest_of(rank, units.world_size) / units.outgoing(), tf.float32)
+    excess = (total - rounded) * tf.cast(rest_of(rank, units.world_size) / units.outgoing(), tf.float32)
+    return rounded, tf.where(tf.math.is_finite(excess), excess, tf.zeros_like(excess))
 
 
 def gather(exchange: Exchange, name: str, payloads: tf.Tensor, most_bytes: int, now: Round) -> tf.Tensor:

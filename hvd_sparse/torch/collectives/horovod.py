@@ -19,8 +19,8 @@ from hvd_sparse.torch.in_flight import extra_reference, extra_references
 from hvd_sparse.torch.tokens import TOKEN_BYTES
 
 WITHOUT_CUDA = (
-    "Horovod was built without CUDA. To compress on the device, install it again with "
-    "HOROVOD_GPU_OPERATIONS=NCCL pip install --no-cache-dir --force-reinstall horovod"
+    "Horovod was built without CUDA. To compress on the device, build it again with HOROVOD_GPU_OPERATIONS=NCCL "
+    "(docs/installation.md, in the source tree of hvd_sparse: scripts/horovod.sh)"
 )
 
 
