@@ -161,7 +161,8 @@ class Regions:
             chosen = native.select_top_k(total.values, self.kept_count, seed % 2**64)[0]
             total = SparseVector(total.indices[chosen], total.values[chosen])
         payload, values = self._pack(begin, end, total.indices, total.values)
-        left = total.values - values
+        with np.errstate(invalid="ignore"):  # an infinite sum has no rounding error
+            left = total.values - values
         lossy = (left != 0.0) & np.isfinite(left)
         return payload, SparseVector(total.indices[lossy], left[lossy])
 
