@@ -123,7 +123,7 @@ class Step:
         if self.hosts is not None:
             inner = self.hosts.inner(now)
             self.hosts.add(arrivals, self.algorithm, now)
-        sparse = [arrival for arrival in arrivals if arrival.is_sparse]
+        sparse = sorted((arrival for arrival in arrivals if arrival.is_sparse), key=lambda arrival: arrival.name)
         buckets = self.codec.encode(sparse, inner) if sparse else []
         self._vote(now, arrivals, inner.units)
         inner.overflow, inner.ignores_payloads, inner.agrees = now.overflow, now.ignores_payloads, now.agrees

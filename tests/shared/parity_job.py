@@ -12,7 +12,7 @@ import numpy as np
 import tiers
 from gradients import draw
 
-SHAPES = {"a": (40, 50), "b": (10,), "c": (3000,), "d": (7, 11, 13)}  # in alphabetical order
+SHAPES = {"c": (3000,), "a": (40, 50), "d": (7, 11, 13), "b": (10,)}  # a joint selection is in the order of names
 STEPS, LR = 50, 0.1
 LOSS_SCALE = 1000.0  # not a power of two, so that a division by it rounds
 SETTINGS = {"density": 0.02, "min_numel": 100, "warmup": 12}

@@ -10,7 +10,7 @@ from hvd_sparse.tensorflow.threshold import ThresholdHints
 
 
 class FixedCount(BucketCodec):
-    """Selects exactly k elements in each variable; or with scope="model", in all of them, in the variables' order.
+    """Selects exactly k elements in each variable; or with scope="model", in all of them, in the order of names.
 
     One call into the core processes all members of a bucket, as an operation in a graph costs more than the selection
     in a small variable.
