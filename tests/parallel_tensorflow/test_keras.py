@@ -328,7 +328,7 @@ def test_an_optimizer_whose_gradients_are_not_reduced_warns(how):
 @pytest.mark.skipif(hvd.size() > 1, reason="what a lone process does")
 def test_one_process_compresses_nothing():
     model, plain = make_model(), make_model()
-    with pytest.warns(UserWarning, match="nothing with one process"):
+    with pytest.warns(UserWarning, match="calls no compressor with one process"):
         compression = Compression.dgc(model.trainable_variables, **SETTINGS)
     compile_with(model, compression)
     compile_with(plain, hvd.Compression.none)
