@@ -61,7 +61,7 @@ def torch_options() -> list[str]:
 
 def ask_tensorflow(program: str) -> str:
     """The last line that a program prints, which imports TensorFlow."""
-    # In a process of its own: TensorFlow writes to standard error when it is imported, whatever its log level.
+    # In a separate process: TensorFlow writes to standard error when it is imported, whatever its log level.
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     if done.returncode != 0:

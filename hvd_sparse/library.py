@@ -22,11 +22,11 @@ def has_cuda(framework: str) -> bool:
 
 def why_no_cuda(framework: str) -> str:
     """Return why a framework's operators know no GPU; an empty string if they were built for CUDA."""
+    if has_cuda(framework):
+        return ""
     return (
-        ""
-        if has_cuda(framework)
-        else "hvd_sparse was built without CUDA. To compress on the device, install it again with "
-        "HVD_SPARSE_WITH_CUDA=1 pip install --no-build-isolation ."
+        "hvd_sparse was built without CUDA. To compress on the device, install it again with HVD_SPARSE_WITH_CUDA=1 "
+        "pip install --no-build-isolation ."
     )
 
 

@@ -43,8 +43,10 @@ class Exchange(Members):
 
     def is_used(self) -> bool:
         """Return whether Horovod will call the compressor: not on a single rank, nor outside the process set."""
-        is_outside = self.process_set.included() is False  # None: Horovod is not initialised
-        return not is_outside and (is_elastic() or (bool(self.process_set.included()) and self.size() > 1))
+        included = self.process_set.included()  # None: Horovod is not initialised
+        if included is False:
+            return False
+        return is_elastic() or (bool(included) and self.size() > 1)
 
     def is_alone(self) -> bool:
         """Return whether this is the only rank of an elastic job, at present."""
