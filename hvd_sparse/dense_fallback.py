@@ -40,12 +40,16 @@ class TensorSize(NamedTuple):
 class DenseFallback:
     """The rule for the tensors of one compressor at one world size; all ranks decide the same.
 
-    tensors: the tensors that the method would send as payloads, by name.
+    tensors: the tensors that the method would send as payloads, by name. one_by_one: whether a step with payloads may
+    send some tensors dense.
     """
 
-    def __init__(self, algorithm: Algorithm, tensors: Mapping[str, TensorSize], world_size: int):
+    def __init__(
+        self, algorithm: Algorithm, tensors: Mapping[str, TensorSize], world_size: int, one_by_one: bool = True
+    ):
         self.algorithm = algorithm
         self.world_size = world_size
+        self._one_by_one = one_by_one
         self._tensors = dict(tensors)
         self._numels = [tensor.numel for tensor in self._tensors.values()]
         self._settled = algorithm.schedule.settled
@@ -54,10 +58,13 @@ class DenseFallback:
         self.reset()
 
     def density(self, density: float) -> float:
-        """Return 1.0 if payloads of all tensors at this density cost more bytes than dense; else the density."""
+        """Return 1.0 if payloads at this density cost more bytes than dense, together; else the density.
+
+        Tensors that are always sent dense do not count, unless all are.
+        """
         known, costs_more = self._decided
         if density != known:
-            costs_more = self._costs_more(tuple(self._tensors), density)
+            costs_more = self._costs_more(self._compared, density)
             self._decided = density, costs_more
         return 1.0 if costs_more else density
 
@@ -91,14 +98,18 @@ class DenseFallback:
     @functools.cached_property
     def always(self) -> frozenset[str]:
         """The tensors that are sent dense in every step: their payloads cost more even at the final density."""
-        if not self.is_on or self._settled is None:
+        if not self.is_on or self._settled is None or not self._one_by_one:
             return frozenset()
-        if isinstance(self.algorithm.schedule, Constant) and self.density(self._settled) >= 1.0:
-            return frozenset(self._tensors)
-        if self.algorithm.selection not in ("tensor", "threshold"):  # they share a payload
-            return frozenset()
-        settled = self._settled
-        return frozenset(name for name in self._tensors if self._costs_more((name,), settled))
+        settled, names = self._settled, tuple(self._tensors)
+        if self.algorithm.selection in ("tensor", "threshold"):  # others share a payload
+            return frozenset(name for name in names if self._costs_more((name,), settled))
+        is_constant = isinstance(self.algorithm.schedule, Constant)
+        return frozenset(names if is_constant and self._costs_more(names, settled) else ())
+
+    @functools.cached_property
+    def _compared(self) -> tuple[str, ...]:
+        """The tensors that are sent as payloads in some steps; if there are none, all."""
+        return tuple(name for name in self._tensors if name not in self.always) or tuple(self._tensors)
 
     @property
     def is_on(self) -> bool:
@@ -109,15 +120,16 @@ class DenseFallback:
 
     def explain(self, number: int, density: float) -> dict:
         """Return the entry of `stats` for a step at the schedule's density: the choice, and the cost of both ways."""
-        names = tuple(self._tensors)
-        dense = self._dense_bytes(names) if names else 0
+        names, compared = tuple(self._tensors), self._compared
+        payloads = self._payload_bytes(compared, density) if names else 0
+        others = self._dense_bytes([name for name in names if name not in compared])
         factor = (self.world_size - 1) / self.world_size
         entry = {
             "rule": self.algorithm.dense_fallback,
             "is_dense": self._chosen.get(number, self.density(density) >= 1.0),
             "tensors": len(self.always),
-            "payload_bytes": round(factor * self._payload_bytes(names, density)) if names else 0,
-            "dense_bytes": round(factor * dense),
+            "payload_bytes": round(factor * (payloads + others)),
+            "dense_bytes": round(factor * self._dense_bytes(names)),
         }
         if self.is_measured:
             entry |= {"payload_seconds": self._trials.seconds(False), "dense_seconds": self._trials.seconds(True)}

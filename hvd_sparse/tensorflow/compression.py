@@ -170,8 +170,9 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
             tensors, tokens, votes), received_bytes (from other ranks), ratio, density (elements sent / all elements),
             and no seconds: the operations of a graph run concurrently. "dense_fallback" is the choice in the last step,
             and the reason: {"rule": the argument, "is_dense": whether it sent all gradients dense, "tensors": number of
-            tensors that are always dense, "payload_bytes", "dense_bytes": bytes that a rank receives either way; with
-            "measured" also "payload_seconds", "dense_seconds": medians of the steps timed so far, or None}.
+            tensors that are always dense, "payload_bytes", "dense_bytes": bytes that a rank receives either way, with
+            those tensors dense in both; with "measured" also "payload_seconds", "dense_seconds": medians of the steps
+            timed so far, or None}.
 
         Raises:
             ValueError: A graph of TensorFlow 1 needs `session`.

@@ -81,7 +81,8 @@ class Step:
         if self._fallback is None or self._fallback.world_size != size:
             waiting = {name: feedback.variable for name, feedback in self.feedback.items() if feedback.may_wait}
             tensors = {name: TensorSize(tuple(one.shape.as_list()), one.dtype.size) for name, one in waiting.items()}
-            self._fallback, self._timings = DenseFallback(algorithm, tensors, size), 0
+            one_by_one = self.hosts is None  # the shards of a step are all sparse, or all dense
+            self._fallback, self._timings = DenseFallback(algorithm, tensors, size, one_by_one), 0
         return self._fallback
 
     def reset(self) -> None:
@@ -94,8 +95,7 @@ class Step:
         """Return the entry of `stats` on the choice between payloads and dense tensors in the last of `steps` steps."""
         if steps == 0:
             return {"rule": self.algorithm.dense_fallback}
-        explained = self.fallback().explain(steps - 1, self.algorithm.schedule.density(steps - 1))
-        return explained if self.hosts is None else {**explained, "tensors": 0}  # a shard alone is never dense
+        return self.fallback().explain(steps - 1, self.algorithm.schedule.density(steps - 1))
 
     def build(
         self,
@@ -112,7 +112,7 @@ class Step:
         several calls in one graph. lines: the settings, which must be the same on every rank. log: called after each
         step with the number of steps so far.
         """
-        always_dense = self.fallback().always if self.hosts is None else ()
+        always_dense = self.fallback().always
         arrivals = [
             Arrival(name, gradient, self.feedback[name], self.feedback[name].may_wait and name not in always_dense)
             for name, gradient in gradients.items()

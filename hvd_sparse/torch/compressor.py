@@ -87,8 +87,9 @@ class Compressor(abc.ABC):
             ranks' rows), received_bytes (from other ranks), ratio, density (elements sent / all elements), and seconds
             {"compress", "exchange", "decompress"}. "dense_fallback" is the choice in the last step, and the reason:
             {"rule": the argument, "is_dense": whether it sent all gradients dense, "tensors": number of tensors that
-            are always dense, "payload_bytes", "dense_bytes": bytes that a rank receives either way; with "measured"
-            also "payload_seconds", "dense_seconds": medians of the steps timed so far, or None}.
+            are always dense, "payload_bytes", "dense_bytes": bytes that a rank receives either way, with those
+            tensors dense in both; with "measured" also "payload_seconds", "dense_seconds": medians of the steps timed
+            so far, or None}.
         """
         buffers = [feedback.buffers for feedback in self._step.feedback.values()]
         norm = sum(sum_of_squares(one["residual"]) for one in buffers if "residual" in one) ** 0.5

@@ -179,3 +179,28 @@ def test_a_method_without_a_density_is_never_sent_dense():
     """A threshold may keep any number of elements: its messages are laid out by a density that it does not have."""
     fallback = rule(1000, "hard_threshold", value=0.1)
     assert fallback.always == frozenset() and fallback.choose(0, 0.01) == 0.01
+
+
+@pytest.mark.parametrize("world_size", [8, 256, 512])
+@pytest.mark.parametrize("warmup", [None, WarmUp(0.001, 100)])
+def test_what_is_dense_for_good_does_not_make_the_others_dense(world_size, warmup):
+    """A thousand tensors of 1500 whose payloads cost more from 256 ranks on, and one whose payloads always pay."""
+    tensors = {f"s{i}": TensorSize((1500,), 4) for i in range(1000)} | {"w": TensorSize((1000, 1000), 4)}
+    settings = {"warmup": warmup} if warmup else {"density": 0.001}
+    chosen = rule(world_size, tensors=tensors, min_numel=0, **settings)
+    small, large = world_size * payload_size(1500, 2), world_size * payload_size(N, 1000)
+    assert chosen.always == (set(tensors) - {"w"} if small > 8 * 1500 else frozenset())
+    assert chosen.choose(1000, 0.001) == 0.001
+    told, factor = chosen.explain(1000, 0.001), (world_size - 1) / world_size
+    assert told["payload_bytes"] == round(factor * (large + 1000 * min(small, 8 * 1500)))
+    assert told["dense_bytes"] == round(factor * 8 * (N + 1000 * 1500))
+
+
+def test_where_steps_are_sparse_or_dense_as_a_whole_all_tensors_count():
+    """Shards of a hierarchical exchange in TensorFlow."""
+    tensors = {f"s{i}": TensorSize((1500,), 4) for i in range(1000)} | {"w": TensorSize((1000, 1000), 4)}
+    for world_size, expected in ((256, 0.001), (512, 1.0)):
+        chosen = DenseFallback(Settings.dgc(None, density=0.001), tensors, world_size, one_by_one=False)
+        gathered = world_size * (1000 * payload_size(1500, 2) + payload_size(N, 1000))
+        assert (gathered > 8 * (N + 1000 * 1500)) == (expected == 1.0)
+        assert chosen.always == frozenset() and chosen.density(0.001) == expected
