@@ -186,7 +186,8 @@ class Turns:
         """Return whether a tensor refreshes its threshold in this step."""
         octave = 1 << max(0, step.bit_length() - 1)  # the largest power of two up to the step
         lifespan = min(octave, self._lifespan)
-        return step % lifespan == position * lifespan // self._count
+        start = min(octave, 1 << (self._lifespan - 1).bit_length())  # the first step with this life-span
+        return (step - start) % lifespan == position * lifespan // self._count
 
     def drains(self, step: int, position: int) -> bool:
         """Return whether a tensor sends its whole residual in this step; the same on every rank."""

@@ -103,8 +103,11 @@ class DgsOracle:
             return r
         sparse = sorted(name for name, layer in self.theta_0.items() if layer.size >= self.dense_below)
         t = self.pushes[k]
-        span = min(self.lifespan, 2 ** int(np.log2(t)) if t else 1)
-        if j not in self.tau[k] or t % span == sparse.index(j) * span // len(sparse):
+        begin, span = 0, 1
+        while begin + span <= t:
+            begin += span
+            span = min(begin, self.lifespan)
+        if j not in self.tau[k] or t == begin + sparse.index(j) * span // len(sparse):
             mask = self.mask(r, self.density)
             self.tau[k][j] = np.abs(r[mask]).min()
         else:

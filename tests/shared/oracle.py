@@ -177,13 +177,14 @@ def choose(method, step, v, kept):
 def reach(method, step, v, kept):
     """DCT, Algorithm 1: every L steps, tau = element floor(n * eta) of sort(|w|); elements with |w| >= tau are sent.
 
-    Tensor i of m renews its threshold i / m of a life-span later. The life-span is 1 in step 1, 2 in steps 2 and 3, 4
-    in steps 4 to 7, and so on up to L. Not in the paper: a tensor that sent too many or too few elements renews its
+    Tensor i of m renews its threshold i / m of a life-span later. Life-spans follow each other: step 1, steps 2 and 3,
+    steps 4 to 7, and so on until they have L steps. Not in the paper: a tensor that sent too many or too few elements renews its
     threshold in the next step. A hard threshold is constant. SIDCo's is fitted in every step.
     """
-    masks, gap, lifespan = {}, np.inf, 1
-    while method.lifespan and 2 * lifespan <= step and lifespan < method.lifespan:
-        lifespan = min(2 * lifespan, method.lifespan)
+    masks, gap, begin, lifespan = {}, np.inf, 0, 1
+    while method.lifespan and begin + lifespan <= step:
+        begin += lifespan
+        lifespan = min(begin, method.lifespan)
     for position, name in enumerate(sorted(v)):
         magnitudes = np.abs(v[name])
         if is_dense(method, step, v[name]):
@@ -197,7 +198,7 @@ def reach(method, step, v, kept):
             continue
         if method.value is not None:
             kept[name] = method.value
-        is_due = method.value is None and (name not in kept or step % lifespan == position * lifespan // len(v))
+        is_due = method.value is None and (name not in kept or step == begin + position * lifespan // len(v))
         k = max(1, round(method.density_at(step) * magnitudes.size))
         if is_due:
             index = int(np.floor(magnitudes.size * (1.0 - method.density_at(step)) + 1e-9))

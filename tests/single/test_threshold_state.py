@@ -1,17 +1,19 @@
 """Thresholds that keep state between steps: cases that a training of a few steps does not reach."""
 
+import itertools
+
 import pytest
 
 from hvd_sparse.algorithms import Settings
 from hvd_sparse.partition import ScaledThreshold
-from hvd_sparse.threshold import KeptThreshold
+from hvd_sparse.threshold import KeptThreshold, Turns
 
 K, N = 10, 1000
 
 
 def kept(**settings):
     threshold = KeptThreshold(Settings.dct(None, lifespan=100, **settings), 0, 1)
-    assert threshold.plan(101, K, N).k == K, "there is none yet"
+    assert threshold.plan(129, K, N).k == K, "there is none yet"
     return threshold
 
 
@@ -20,24 +22,24 @@ def test_a_threshold_below_every_nonzero_residual_is_kept(settings):
     """Fewer than k residuals are nonzero: all of them are sent in each step, until there are too many."""
     threshold = kept(**settings)
     threshold.learn(K, 0.0, 5)
-    for step in range(102, 200):
+    for step in range(130, 228):
         plan = threshold.plan(step, K, N)
         assert plan.k == 0 and 0.0 < plan.threshold <= 2.0**-149
         threshold.learn(K, plan.threshold, 1)
-    assert threshold.plan(200, K, N).k == K, "its turn"
+    assert threshold.plan(228, K, N).k == K, "its turn"
     threshold.learn(K, 0.0, 5)
-    threshold.plan(201, K, N)
+    threshold.plan(229, K, N)
     threshold.learn(K, 0.0, 5 * K)
-    assert threshold.plan(202, K, N).k == (0 if settings else K)
+    assert threshold.plan(230, K, N).k == (0 if settings else K)
 
 
 @pytest.mark.parametrize(("count", "renewed"), [(2, True), (3, False), (40, False), (41, True)])
 def test_a_higher_threshold_is_renewed_when_the_count_leaves_the_band(count, renewed):
     threshold = kept(band=4.0)
     threshold.learn(K, 1.0, K)
-    assert threshold.plan(102, K, N).k == 0
+    assert threshold.plan(130, K, N).k == 0
     threshold.learn(K, 1.0, count)
-    assert (threshold.plan(103, K, N).k == K) == renewed
+    assert (threshold.plan(131, K, N).k == K) == renewed
 
 
 def test_a_state_without_a_threshold_takes_one():
@@ -45,7 +47,7 @@ def test_a_state_without_a_threshold_takes_one():
     threshold = kept()
     threshold.learn(K, 1.0, K)
     threshold.restore([0.0, float(K)])
-    assert threshold.plan(103, K, N).k == K
+    assert threshold.plan(131, K, N).k == K
 
 
 def test_the_scaled_threshold_rises_again_from_its_lowest_value():
@@ -57,3 +59,18 @@ def test_the_scaled_threshold_rises_again_from_its_lowest_value():
     lowest, _ = threshold.plan(K, 2)
     threshold.learn(K, 1000 * K)
     assert 0.0 < lowest < threshold.plan(K, 2)[0]
+
+
+@pytest.mark.parametrize("lifespan", [1, 2, 3, 50, 100, 1000, 1024, 1500])
+@pytest.mark.parametrize("count", [1, 7, 40])
+def test_no_threshold_is_used_for_longer_than_its_life_span(lifespan, count):
+    """Nor twice in a step: in each life-span, of 1, 2, 4, ... steps up to the setting, every tensor has one turn."""
+    turns = Turns(Settings.dct(None, lifespan=lifespan), count)
+    last_begin, spans = 0, [1]
+    while last_begin < 3 * lifespan + 10:
+        last_begin += spans[-1]
+        spans.append(min(last_begin, lifespan))
+    for position in range(0, count, 6):
+        steps = [step for step in range(last_begin) if turns.refreshes(step, position)]
+        assert len(steps) == len(spans) - 1
+        assert max(after - before for before, after in itertools.pairwise(steps)) <= lifespan
