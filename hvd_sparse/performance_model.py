@@ -225,7 +225,9 @@ class Method:
 
 
 def break_even(method: Method, other: Method, network: Network, world_size: int) -> float | None:
-    """Return the bandwidth below which a method is faster than another.
+    """Return the bandwidth at which a method takes as long as another.
+
+    A method that sends fewer bytes is faster below it; one that sends more, in fewer rounds, above it.
 
     Args:
         method: The method.
@@ -243,11 +245,12 @@ def break_even(method: Method, other: Method, network: Network, world_size: int)
         return other.step(at, world_size) - method.step(at, world_size)
 
     low, high = LOWEST_BANDWIDTH, HIGHEST_BANDWIDTH
-    if gain(low) <= 0.0 or gain(high) > 0.0:
+    is_faster_at_low = gain(low) > 0.0
+    if is_faster_at_low == (gain(high) > 0.0):
         return None
     while high / low > 1.001:
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if gain(middle) > 0.0 else (low, middle)
+        low, high = (middle, high) if (gain(middle) > 0.0) == is_faster_at_low else (low, middle)
     return math.sqrt(low * high)
 
 

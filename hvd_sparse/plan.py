@@ -3,21 +3,24 @@
     hvd_sparse plan --parameters 25.6e6 --compute-ms 180 --bandwidth 1gbit --ranks 8
     horovodrun -np 8 -H host1:4,host2:4 hvd_sparse plan --measure --parameters 25.6e6 --compute-ms 180
 
-With --measure, bandwidth, latency and world size are those of the running job. The time of a rank to select, encode and
-decode is measured on this machine, with one thread. The table is a prediction: see hvd_sparse.performance_model.
+With --measure, bandwidth, latency and world size are those of the running job, unless they are given. The time of a
+rank to select, encode and decode is measured on this machine, with one thread. The table is a prediction: see
+hvd_sparse.performance_model.
 """
 
 import argparse
 import importlib
-import importlib.util
 import math
 import time
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 
 from hvd_sparse import native
-from hvd_sparse.library import require_horovod
+from hvd_sparse.algorithms import Algorithm, Settings
+from hvd_sparse.dense_fallback import DenseFallback, TensorSize
+from hvd_sparse.library import FRAMEWORKS, require_horovod
 from hvd_sparse.performance_model import (
     FLOAT32,
     MOST_RANKS,
@@ -40,6 +43,22 @@ MICRO_DENSITY = 0.01  # the smallest with known quality of training
 MOST_MEASURED = 16_000_000  # elements; of more, the time is scaled up
 SMALL, LARGE = 256, 4_000_000  # elements of the all-reduces that tell latency and bandwidth
 ROUNDS = 5
+LATENCY_US = 50.0
+
+
+class Candidate(NamedTuple):
+    """A method to compare, the call that selects it, and its settings; None if it does not compress."""
+
+    method: Method
+    call: str
+    settings: Algorithm | None = None
+
+    def is_sent_dense(self, n: int, world_size: int) -> bool:
+        """Return whether the dense fallback sends a model of n elements dense, as payloads have more bytes."""
+        if self.settings is None:
+            return False
+        tensors = {"model": TensorSize((n,), FLOAT32)}
+        return DenseFallback(self.settings, tensors, world_size).density(self.settings.schedule.planned) >= 1.0
 
 
 def rate(text: str) -> float:
@@ -79,9 +98,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--overlap", type=float, default=0.5, help="part of that during which gradients are sent (default: %(default)s)"
     )
     parser.add_argument("--bandwidth", type=rate, help="of a rank, each way, such as 1gbit")
-    parser.add_argument("--latency-us", type=positive, default=50.0, help="of a message (default: %(default)s)")
+    parser.add_argument("--latency-us", type=positive, help=f"of a message (default: {LATENCY_US:g})")
     parser.add_argument("--ranks", type=count, help="world size")
-    parser.add_argument("--measure", action="store_true", help="take bandwidth, latency, ranks from the running job")
+    parser.add_argument("--measure", action="store_true", help="measure what of these is not given, in the running job")
     parser.add_argument("--framework", choices=("torch", "tensorflow"), help="whose Horovod measures (default: found)")
     args = parser.parse_args(arguments)
     if not 0.0 <= args.overlap <= 1.0:
@@ -118,22 +137,27 @@ def own_work(n: int, density: float) -> tuple[float, float]:
     return scale * float(np.median(compress[1:])), scale * float(np.median(decode[1:]))
 
 
+def horovod_of(frameworks: tuple[str, ...]) -> ModuleType:
+    """Return horovod.torch or horovod.tensorflow: the first whose framework is installed, and that is built for it."""
+    reasons = []
+    for framework in frameworks:
+        try:
+            require_horovod(framework)
+            importlib.import_module(framework)
+            return importlib.import_module(f"horovod.{framework}")
+        except ImportError as error:
+            reasons.append(f"{framework}: {error}")
+    raise SystemExit("hvd_sparse plan: --measure needs Horovod and its framework\n" + "\n".join(reasons))
+
+
 def measure_job(framework: str | None) -> tuple[Network, int, int]:
     """Return the network of the running job (the same on all ranks), its world size, and this rank."""
-    found = [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name) is not None]
-    if framework is None and not found:
-        raise SystemExit("hvd_sparse plan: neither PyTorch nor TensorFlow is installed")
-    framework = framework or found[0]
-    try:
-        require_horovod(framework)
-    except ImportError as error:
-        raise SystemExit(f"hvd_sparse plan: {error}") from None
-    hvd = importlib.import_module(f"horovod.{framework}")
+    hvd = horovod_of((framework,) if framework else FRAMEWORKS)
     hvd.init()
     world_size, rank = hvd.size(), hvd.rank()
     if world_size == 1:
         raise SystemExit("hvd_sparse plan: --measure needs a job of several ranks: horovodrun -np 2 ...")
-    network = measure_network(hvd, importlib.import_module(framework))
+    network = measure_network(hvd, importlib.import_module(hvd.__name__.partition(".")[2]))
     hvd.shutdown()
     return network, world_size, rank
 
@@ -164,70 +188,81 @@ def network_from(small: float, large: float, world_size: int) -> Network:
     return Network(bandwidth, max(0.0, small / rounds - 8 * part * SMALL / bandwidth))
 
 
-def candidates(args: argparse.Namespace) -> list[tuple[Method, str]]:
-    """Return the methods to compare, dense first, each with its call."""
+def candidates(args: argparse.Namespace) -> list[Candidate]:
+    """Return the methods to compare, dense first."""
     compute, n = 1e-3 * args.compute_ms, args.parameters
     plain = Profile([n], compute, overlap=args.overlap * compute)
     made = [
-        (Method("dense", dense(), plain), "hvd.Compression.none"),
-        (Method("fp16", dense(2), plain), "hvd.Compression.fp16"),
+        Candidate(Method("dense", dense(), plain), "hvd.Compression.none"),
+        Candidate(Method("fp16", dense(2), plain), "hvd.Compression.fp16"),
     ]
     for density in DENSITIES:
         compress, decode = own_work(n, density)
         profile = Profile([n], compute, overlap=args.overlap * compute, compress=compress, decode=decode)
         call = f"Compression.dgc(model.named_parameters(), density={density:g}, momentum=0.9, warmup=warmup_steps)"
-        made.append((Method(f"DGC {density:g}", gathered(density), profile), call))
-        first = Profile(
-            [n], compute, 0.5 * args.overlap * compute, compress, decode, decoded=2.0
-        )  # the second comes late
+        settings = Settings.dgc(None, density=density, exchange="gather")
+        made.append(Candidate(Method(f"DGC {density:g}", gathered(density), profile), call, settings))
+        half = 0.5 * args.overlap * compute  # the second of two exchanges comes after backward
+        first = Profile([n], compute, half, compress, decode, decoded=2.0)
         call = call.replace("momentum", 'exchange="reduce_scatter", momentum')
-        made.append((Method(f"DGC {density:g}, reduce-scatter", scattered(density), first), call))
+        settings = Settings.dgc(None, density=density, exchange="reduce_scatter")
+        made.append(Candidate(Method(f"DGC {density:g}, reduce-scatter", scattered(density), first), call, settings))
         if density >= MICRO_DENSITY:
             late = Profile([n], compute, compress=compress, decode=0.0)  # indices and values come once, after backward
             call = f"Compression.micro(model.named_parameters(), density={density:g})"
-            made.append((Method(f"MiCRO {density:g}", shared(density), late), call))
+            settings = Settings.micro(None, density=density)
+            made.append(Candidate(Method(f"MiCRO {density:g}", shared(density), late), call, settings))
     return made
 
 
 def report(args: argparse.Namespace, network: Network, world_size: int) -> str:
     """Return the table, and the recommendation."""
-    methods = candidates(args)
-    plain = methods[0][0]
-    base = plain.step(network, world_size)
+    made = candidates(args)
+    plain = made[0].method
     lines = [
         f"{args.parameters:,} parameters, {args.compute_ms:g} ms of compute, {world_size} ranks, "
         f"{network.bandwidth / 1e9:.3g} Gbit/s, {1e6 * network.latency:.3g} us",
         "",
-        f"{'method':<27}{'step, ms':>10}{'speed-up':>12}{'vs 1 rank':>10}{'pays below':>14}{'up to ranks':>13}",
+        f"{'method':<27}{'step, ms':>10}{'speed-up':>12}{'vs 1 rank':>10}{'pays at':>14}{'up to ranks':>13}",
     ]
-    for method, _ in methods:
-        step = method.step(network, world_size)
-        below, most = "", ""
-        if method is not plain:
-            limit, ranks = break_even(method, plain, network, world_size), largest_world_size(method, plain, network)
-            below = f"{limit / 1e9:.3g} Gbit/s" if limit is not None else "any" if step < base else "never"
-            most = "-" if ranks is None or step >= base else "any" if ranks >= MOST_RANKS else str(ranks)
-        lines.append(
-            f"{method.name:<27}{1e3 * step:>10.1f}{base / step:>11.2f}x{method.speedup(network, world_size):>9.1f}x"
-            f"{below:>14}{most:>13}"
-        )
-    best, call = min(methods, key=lambda one: one[0].step(network, world_size))
-    lines += ["", f"Fastest: {best.name}"]
-    if "reduce_scatter" in call:
+    used = [one for one in made if not one.is_sent_dense(args.parameters, world_size)]
+    for one in made:
+        sent_dense = f"{one.method.name:<27}{'sent dense: payloads have more bytes':>46}"
+        lines.append(row(one.method, plain, network, world_size) if one in used else sent_dense)
+    best = min(used, key=lambda one: one.method.step(network, world_size))
+    lines += ["", f"Fastest: {best.method.name}"]
+    if "reduce_scatter" in best.call:
         lines.append("A reduce-scatter changes fewer elements in a step than a gather: compare the accuracy.")
-    if "momentum" in call:
+    if "momentum" in best.call:
         lines.append("warmup_steps: a tenth of the run's steps; momentum of the optimizer: 0")
-    return "\n".join([*lines, f"    compression={call}"])
+    return "\n".join([*lines, f"    compression={best.call}"])
+
+
+def row(method: Method, plain: Method, network: Network, world_size: int) -> str:
+    """Return the line of a method, compared with dense training."""
+    step, base = method.step(network, world_size), plain.step(network, world_size)
+    pays, most = "", ""
+    if method is not plain:
+        limit, ranks = break_even(method, plain, network, world_size), largest_world_size(method, plain, network)
+        pays = "any" if step < base else "never"
+        if limit is not None:
+            pays = f"{'<' if (step < base) == (network.bandwidth < limit) else '>'} {limit / 1e9:.3g} Gbit/s"
+        most = "-" if ranks is None or step >= base else "any" if ranks >= MOST_RANKS else str(ranks)
+    return (
+        f"{method.name:<27}{1e3 * step:>10.1f}{base / step:>11.2f}x{method.speedup(network, world_size):>9.1f}x"
+        f"{pays:>14}{most:>13}"
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure if asked to, and print the report on rank 0."""
     args = parse_arguments(arguments)
-    rank = 0
+    bandwidth, latency, world_size, rank = args.bandwidth, args.latency_us, args.ranks, 0
     if args.measure:
-        network, world_size, rank = measure_job(args.framework)
-    else:
-        network, world_size = Network(args.bandwidth, 1e-6 * args.latency_us), args.ranks
+        measured, ranks, rank = measure_job(args.framework)
+        bandwidth, world_size = bandwidth or measured.bandwidth, world_size or ranks
+        latency = 1e6 * measured.latency if latency is None else latency
+    network = Network(bandwidth, 1e-6 * (LATENCY_US if latency is None else latency))
     if rank == 0:
         print(report(args, network, world_size))
 

@@ -88,6 +88,32 @@ def test_where_the_network_is_fast_dense_is_recommended(own_work, capsys):
     assert slower and all(float(line.split("Gbit/s")[0].split()[-1]) < 100 for line in slower)
 
 
+HIGH_LATENCY = ["--parameters", "1e6", "--compute-ms", "10", "--ranks", "256", "--latency-us", "500"]
+
+
+def test_many_bytes_in_few_rounds_pay_above_a_bandwidth():
+    """15 MB and 0.2 s of latencies, against 8 MB and 0.3 s: 56 Mbit in 0.1 s."""
+
+    def method(megabytes, seconds):
+        step = lambda network, ranks: seconds + 8e6 * megabytes / network.bandwidth  # noqa: E731
+        return SimpleNamespace(name="one", step=step, speedup=lambda network, ranks: 1.0)
+
+    for bandwidth in (1e7, 1e10):
+        network = Network(bandwidth, 0.0)
+        assert "> 0.56 Gbit/s" in plan.row(method(15, 0.2), method(8, 0.3), network, 256)
+        assert "< 0.56 Gbit/s" in plan.row(method(8, 0.3), method(15, 0.2), network, 256)
+
+
+def test_what_the_compressor_would_send_dense_is_not_recommended(own_work, capsys):
+    plan.main([*HIGH_LATENCY, "--bandwidth", "100mbit"])
+    lines = capsys.readouterr().out.splitlines()
+    dense = [line.split("  ")[0] for line in lines if "sent dense" in line]
+    assert dense == ["DGC 0.01"]
+    plan.main([*FLAGS[:4], "--bandwidth", "100mbit", "--ranks", "60000", "--latency-us", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert next(line for line in lines if line.startswith("DGC 0.001 ")).endswith("payloads have more bytes")
+
+
 def test_own_work_is_measured():
     compress, decode = plan.own_work(200_000, 0.01)
     assert 0.0 < compress < 1.0 and 0.0 < decode < 1.0
@@ -139,6 +165,29 @@ def test_bandwidth_comes_from_two_sizes(monkeypatch):
     seconds = [network.all_reduce(4 * elements, 4) for elements in (plan.SMALL, plan.LARGE)]
     found = plan.network_from(*seconds, world_size=4)
     assert found.bandwidth == pytest.approx(2e9, rel=0.01) and found.latency == pytest.approx(1e-4, rel=0.01)
+
+
+def test_what_is_given_is_not_taken_from_the_job(own_work, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "measure_job", lambda framework: (Network(2e9, 1e-4), 2, 0))
+    for given, told in (
+        ([], "2 ranks, 2 Gbit/s, 100 us"),
+        (["--ranks", "64"], "64 ranks, 2 Gbit/s, 100 us"),
+        (["--bandwidth", "1gbit", "--latency-us", "7"], "2 ranks, 1 Gbit/s, 7 us"),
+    ):
+        plan.main([*FLAGS[:4], "--measure", *given])
+        assert told in capsys.readouterr().out
+
+
+def test_the_framework_is_one_that_horovod_was_built_for(monkeypatch):
+    def load(name):
+        if name == "horovod.torch":
+            raise ImportError("Extension horovod.torch has not been built")
+        return SimpleNamespace(__name__=name)
+
+    monkeypatch.setattr(plan.importlib, "import_module", load)
+    assert plan.horovod_of(("torch", "tensorflow")).__name__ == "horovod.tensorflow"
+    with pytest.raises(SystemExit, match=r"torch: Extension horovod\.torch has not been built"):
+        plan.horovod_of(("torch",))
 
 
 @job
