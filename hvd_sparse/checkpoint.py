@@ -29,6 +29,7 @@ from hvd_sparse.checks import checked_integer
 
 VERSION = 2
 SPAN = 1 << 20  # elements that are summed, or shared out, at a time: float64 needs several arrays for them
+LARGEST = float(np.finfo(np.float32).max)
 REASON_BYTES = 512  # of the reason why a rank cannot load its state, in the message to other ranks
 
 
@@ -177,7 +178,7 @@ def growth(state: Mapping, ranks: int) -> float:
 
 
 def share_of(total: np.ndarray, place: int, count: int, factor: float = 1.0) -> np.ndarray:
-    """Return the share of rank `place` of `count` in a sum, float32[n], times a factor.
+    """Return the share of rank `place` of `count` in a sum, float32[n], times a factor, within the range of float32.
 
     In float64, the shares add up to it exactly: each is a multiple of the last bit of the sum, and the first rank's
     share includes the rounding error.
@@ -186,7 +187,8 @@ def share_of(total: np.ndarray, place: int, count: int, factor: float = 1.0) -> 
     share = np.empty_like(total)
     for begin in range(0, total.size, SPAN):
         part = total[begin : begin + SPAN]
-        part = part if factor == 1.0 else (part * np.float64(factor)).astype(np.float32)
+        if factor != 1.0:
+            part = np.clip(part * np.float64(factor), -LARGEST, LARGEST).astype(np.float32)
         _fill_share(share[begin : begin + SPAN], part, place, count)
     return share
 

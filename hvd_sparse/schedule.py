@@ -153,7 +153,7 @@ def check_one_density(density, warmup, default) -> None:
     """Raise ValueError if a `density` other than a method's default contradicts a Schedule given as `warmup`."""
     if isinstance(warmup, Schedule) and not isinstance(density, Schedule) and density not in (default, warmup.settled):
         raise ValueError(
-            f"density must be left out when warmup is a Schedule, which has a final density; got density="
+            f"density (or sparsity) must be left out when warmup is a Schedule, which has a final density; got density="
             f"{density!r} and warmup={warmup.describe()}"
         )
 

@@ -64,8 +64,8 @@ class Plan:
     """What is selected from a tensor in a step, as the operators take it.
 
     k = 0: what reaches `threshold`. k > 0: the k largest, and what equals the least of them. k < 0: exactly the -k
-    largest. stages > 0: what reaches a threshold that is fitted in this number of stages, about k elements. Unless
-    k = 0, `threshold` is a guess, 0.0 for none, which affects the cost, but not the result.
+    largest, without zeros. stages > 0: what reaches a threshold that is fitted in this number of stages, about k
+    elements. Unless k = 0, `threshold` is a guess, 0.0 for none, which affects the cost, but not the result.
     """
 
     threshold: float

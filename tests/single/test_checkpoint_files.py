@@ -122,3 +122,11 @@ def test_shares_add_up_exactly(count, monkeypatch):
     normal = np.abs(total) > 1e-37
     bound = np.abs(total[normal]) * 2.0**-23 * count
     assert (np.abs(shares[0] - total / count)[normal] <= bound).all()
+
+
+def test_a_sum_that_grows_beyond_float32_stays_finite():
+    total = np.float32([2e38, 1.0, -3e38])
+    shares = [share_of(total, place, 4, 2.0) for place in range(4)]
+    assert np.isfinite(shares).all()
+    largest = float(np.finfo(np.float32).max)
+    assert np.array_equal(sum(share.astype(np.float64) for share in shares), [largest, 2.0, -largest])

@@ -188,5 +188,7 @@ def test_descriptions_have_each_setting_once():
 def test_a_density_that_contradicts_the_warm_up_is_refused(make):
     warmup = WarmUp(0.002, 100)
     assert make(warmup=warmup).schedule == make(density=0.002, warmup=warmup).schedule == warmup
-    with pytest.raises(ValueError, match=r"density must be left out when warmup is a Schedule.*got density=0.05"):
+    with pytest.raises(
+        ValueError, match=r"density \(or sparsity\) must be left out when warmup is a Schedule.*got density=0.05"
+    ):
         make(density=0.05, warmup=warmup)
