@@ -57,6 +57,7 @@ class Exchange:
     def __init__(self, collectives: Collectives, traffic: Traffic):
         self.collectives = collectives
         self.traffic = traffic
+        self._asked: Pending | None = None  # the presence check of a step, until its result is read
         self._announced: Pending | None = None  # this rank waits for the others between two steps
 
     def size(self) -> int:
@@ -152,9 +153,27 @@ class Exchange:
         texts = self.collectives.gather_varying("agree.text", text).wait().split(lengths.tolist())
         raise ValueError(explain_difference([bytes(part.tolist()).decode().split("\n") for part in texts]))
 
+    def ask_presence(self, own: torch.Tensor) -> Pending:
+        """Start the all-reduce that begins a step (`hvd_sparse.torch.presence`)."""
+
+        def read(total: torch.Tensor) -> torch.Tensor:
+            self._asked = None
+            return total
+
+        self._asked = Pending(self.collectives.add("present", own), finish=read)
+        return self._asked
+
     def announce(self) -> None:
-        """Announce that this rank waits for the others between two steps, where ranks may call hvd.join()."""
+        """Announce that this rank waits for the others between two steps, where ranks may call hvd.join().
+
+        If a step is under way, this waits for its presence check, whose name must be free; RuntimeError if other ranks
+        have not begun that step.
+        """
         if self._announced is None and self.collectives.may_join:
+            if self._asked is not None:
+                between = int(self._asked.wait_at_most(AGREE_SECONDS)[0] // BETWEEN_STEPS)
+                if between > 0:
+                    raise RuntimeError(ranks_apart(between, self.size()))
             own = torch.tensor([BETWEEN_STEPS, *[0.0] * MOST_REGION_NUMBERS], dtype=torch.float64, device="cpu")
             self._announced = self.allreduce("present", own)
 

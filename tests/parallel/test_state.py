@@ -105,6 +105,30 @@ def test_a_state_within_a_step_is_warned_of():
 
 
 @pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
+@pytest.mark.parametrize("exchange", [{}, {"exchange": "hierarchical", "ranks_per_host": 1}], ids=["gather", "hosts"])
+@pytest.mark.parametrize("call", ["summed", "load", "reset"])
+def test_calls_within_a_step_that_all_ranks_make(call, exchange):
+    """A sum is complete, and the step goes on; what has dropped the step says so when its gradients are asked for."""
+    parameters = make_parameters()
+    compression = Compression.gradient_dropping(parameters.items(), 0.05, min_numel=100, **exchange)
+    optimizer = distributed(parameters, compression, op=hvd.Sum)
+    for t in range(3):
+        step(optimizer, parameters, whole_numbers(SHAPES, t, hvd.rank()))
+    state = compression.state_dict()
+    backward(parameters, whole_numbers(SHAPES, 3, hvd.rank()))
+    if call == "summed":
+        with pytest.warns(UserWarning, match="between backward"):
+            compression.state_dict(summed=True)
+        optimizer.step()
+        assert compression.state_dict()["step"] == 4
+        assert_ranks_agree(parameters)
+        return
+    compression.load_state_dict(state) if call == "load" else compression.reset()
+    with pytest.raises(RuntimeError, match=r"was compressed before reset\(\) or load_state_dict\(\)"):
+        optimizer.step()
+
+
+@pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
 def test_a_state_loaded_in_inference_mode_can_be_trained_from():
     states = []
     for mode in (False, True):
