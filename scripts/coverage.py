@@ -1,6 +1,7 @@
 """Say which lines of csrc/core ran: scripts/coverage.py BUILD, after ctest in a build with HVD_SPARSE_COVERAGE=ON.
 
-gcov's own JSON, added up: a header counts as run where any executable that holds it ran the line.
+gcov's own JSON, added up: a header counts as run where any executable that holds it ran the line. A source file without
+counts, which no test links, is an error.
 """
 
 import argparse
@@ -61,6 +62,8 @@ def main():
     if total == 0:
         raise SystemExit(f"no counts in {arguments.build}: build with HVD_SPARSE_COVERAGE=ON and run ctest there")
     print(f"{'csrc/core':<16} {total:5d} lines {100 * ran / total:6.1f} %")
+    if missing := sorted({path.name for path in CORE.glob("*.cc")} - counts.keys()):
+        raise SystemExit(f"no test links {', '.join(missing)}")
     if 100 * ran / total < arguments.least:
         raise SystemExit(f"less than {arguments.least} % of the lines ran")
 

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <iterator>
+#include <string>
 
 #include "finite.h"
 #include "hint.h"
@@ -60,16 +60,16 @@ Status FilterFeedback(const Part& part, bool is_done, const FilterParams& filter
                       bool* finite, double* threshold, std::vector<int64_t>* indices) {
   const Array residual{part.feedback.residual, part.gradient.size, DType::kFloat32};
   *threshold = filter.threshold;
-  if (filter.k == 0) {
+  if (filter.kind == FilterKind::kThreshold) {
     if (is_done) return FilterThreshold(residual, *threshold, parallel_for, indices);
     return AccumulateFilter(part.gradient, part.params, *threshold, parallel_for, part.feedback, finite, indices);
   }
-  const SelectParams select{std::abs(filter.k), kFirstMargin * filter.threshold, 0};
+  const SelectParams select{filter.k, kFirstMargin * filter.threshold, 0};
   Selection largest;
   HVD_SPARSE_RETURN_IF_ERROR(is_done ? SelectTopK(residual, select, parallel_for, &largest)
                                      : AccumulateTopK({part}, residual.size, select, parallel_for, finite, &largest));
   *threshold = std::max(largest.threshold, kSmallestFloat);
-  if (filter.k > 0) return FilterThreshold(residual, *threshold, parallel_for, indices);
+  if (filter.kind == FilterKind::kWithTies) return FilterThreshold(residual, *threshold, parallel_for, indices);
   const float* values = part.feedback.residual;
   std::copy_if(largest.indices.begin(), largest.indices.end(), std::back_inserter(*indices),
                [values](int64_t index) { return values[index] != 0; });
@@ -115,7 +115,7 @@ Status FilterFitted(const Part& part, bool active, FilterParams filter, const Pa
   }
   indices->clear();
   filter.threshold = fit.is_misfit ? 0 : fit.threshold;
-  filter.k = fit.is_misfit ? -filter.k : 0;
+  filter.kind = fit.is_misfit ? FilterKind::kExactly : FilterKind::kThreshold;
   return FilterFeedback(part, true, filter, parallel_for, finite, threshold, indices);
 }
 
@@ -133,19 +133,32 @@ Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectPara
   return PackSelected(parts, indices, format, level, payload);
 }
 
+Status ParseFilter(double threshold, int64_t k, const FitParams& fit, int64_t n, FilterParams* filter) {
+  if (fit.stages > 0) {
+    *filter = {FilterKind::kFitted, threshold, k, fit};
+  } else if (k >= 0) {
+    *filter = {k == 0 ? FilterKind::kThreshold : FilterKind::kWithTies, threshold, k};
+  } else if (k >= -n) {
+    *filter = {FilterKind::kExactly, threshold, -k};
+  } else {
+    return Status::InvalidArgument("-k must be in [1, " + std::to_string(n) +
+                                   "], the number of values; got k = " + std::to_string(k));
+  }
+  return Status::Ok();
+}
+
 Status CheckFilter(const Part& part, const FilterParams& filter, PayloadFormat format) {
   int64_t size = 0;
   format.n = part.gradient.size;
   format.k = 1;
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
-  if (filter.fit.stages <= 0) {
-    return filter.k == 0 ? CheckThreshold(filter.threshold)
-                         : CheckCount(std::abs(std::max(filter.k, -kMaxElements - 1)), format.n);
-  }
+  if (filter.kind == FilterKind::kThreshold) return CheckThreshold(filter.threshold);
+  HVD_SPARSE_RETURN_IF_ERROR(CheckCount(filter.k, format.n));
+  if (filter.kind != FilterKind::kFitted) return Status::Ok();
   if (part.params.rule != AccumulateRule::kResidual || part.params.weight_decay != 0) {
     return Status::InvalidArgument("a threshold is fitted where there is neither momentum nor weight decay");
   }
-  return CheckCount(filter.k, format.n);
+  return Status::Ok();
 }
 
 Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, PayloadFormat format, Level level,
@@ -155,7 +168,7 @@ Status FilterAndPack(const Part& part, bool active, const FilterParams& filter, 
   HVD_SPARSE_RETURN_IF_ERROR(CheckFilter(part, filter, format));  // wrong arguments must change nothing
   if (!active) *finite = AllFinite(part.gradient, parallel_for);
   HVD_SPARSE_RETURN_IF_ERROR(
-      filter.fit.stages > 0
+      filter.kind == FilterKind::kFitted
           ? FilterFitted(part, active, filter, parallel_for, finite, &filtered->threshold, &indices)
           : FilterFeedback(part, !active, filter, parallel_for, finite, &filtered->threshold, &indices));
   filtered->count = static_cast<int64_t>(indices.size());

@@ -21,18 +21,26 @@ Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectPara
                          Level level, const ParallelFor& parallel_for, uint8_t* payload, bool* finite,
                          Selection* selection);
 
-// Which elements a filter selects:
-//   k == 0         all that reach `threshold`
-//   k > 0          all nonzero elements that reach the magnitude of the k-th largest; with ties, more than k
-//   k < 0          exactly the -k largest, without zeros; a hash of the index orders equal magnitudes
-//   fit.stages > 0 all that reach a threshold fitted to the updated residual, so that about k elements reach it; if the
-//                  fit fails, the k largest
-// Unless k == 0 without a fit, `threshold` is a guess at the resulting threshold, or 0. It changes only the run time.
-struct FilterParams {
-  double threshold = 0;
-  int64_t k = 0;
-  FitParams fit = {};
+// Which elements a filter selects.
+enum class FilterKind {
+  kThreshold,  // all that reach `threshold`
+  kWithTies,   // all nonzero elements that reach the magnitude of the k-th largest; with ties, more than k
+  kExactly,    // exactly the k largest, without zeros; a hash of the index orders equal magnitudes
+  kFitted,     // all that reach a threshold fitted to the updated residual, so that about k elements reach it; if the
+               // fit fails, the k largest
 };
+
+// Unless the kind is kThreshold, `threshold` is a guess at the resulting threshold, or 0. It changes only the run time.
+struct FilterParams {
+  FilterKind kind = FilterKind::kThreshold;
+  double threshold = 0;
+  int64_t k = 0;       // >= 1; unused by kThreshold
+  FitParams fit = {};  // of kFitted
+};
+
+// Sets the filter that the operators describe by the sign of k and the stages of a fit: kFitted if there are any; else
+// kThreshold for k == 0, kWithTies for k > 0, kExactly for the -k largest if k < 0. Returns InvalidArgument if -k > n.
+Status ParseFilter(double threshold, int64_t k, const FitParams& fit, int64_t n, FilterParams* filter);
 
 // Checks what FilterAndPack requires of its arguments. A bucket checks all members before it changes the first one.
 Status CheckFilter(const Part& part, const FilterParams& filter, PayloadFormat format);

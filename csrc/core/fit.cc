@@ -14,7 +14,9 @@ namespace hvd_sparse {
 namespace {
 
 constexpr double kFirstDensity = 0.25;  // fraction kept by the first of several stages; the others keep equal fractions
-constexpr int64_t kMost = 4;  // a fit is accepted if at most this many times the wanted number reach its threshold
+// A fit is rejected if more than this many times the wanted number and more than half of all elements reach its
+// threshold.
+constexpr int64_t kMost = 4;
 constexpr int64_t kSmallestSample = int64_t{1} << 16;
 constexpr int64_t kExpected = 64;  // expected number of the k largest elements in a sample
 constexpr int64_t kLanes = kFitLanes;

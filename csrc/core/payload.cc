@@ -217,18 +217,25 @@ Status LocatePayloads(std::vector<PayloadFormat> members, int64_t ranks, const u
       if (size - at >= static_cast<int64_t>(sizeof header)) std::memcpy(&header, gathered + at, sizeof header);
       format.k = static_cast<int64_t>(std::max<uint64_t>(1, header.entries));
       int64_t bytes = 0;
-      Status status = header.entries > static_cast<uint64_t>(format.n)
-                          ? Status::CorruptPayload("payload entries exceed n")
-                          : PayloadSize(format, &bytes);
-      if (status.ok() && bytes > size - at) status = Status::CorruptPayload("payload is cut off");
+      Status status =
+          header.entries > static_cast<uint64_t>(format.n)
+              ? Status::CorruptPayload("payload has " + std::to_string(header.entries) +
+                                       " entries, but the tensor has n = " + std::to_string(format.n) + " elements")
+              : PayloadSize(format, &bytes);
+      if (status.ok() && bytes > size - at) {
+        status = Status::CorruptPayload("payload needs " + std::to_string(bytes) + " bytes, only " +
+                                        std::to_string(size - at) + " are left");
+      }
       if (!status.ok()) return ErrorOfTheFirst(members, gathered, offsets, ks, located, FromRank(rank, status));
       offsets[located] = at;
       ks[located++] = format.k;
       at += bytes;
     }
   }
-  const Status status = Expect("messages' size in bytes", at, size);
-  return status.ok() ? status : ErrorOfTheFirst(members, gathered, offsets, ks, located, status);
+  if (at == size) return Status::Ok();
+  return ErrorOfTheFirst(members, gathered, offsets, ks, located,
+                         Status::CorruptPayload("the messages of all ranks have " + std::to_string(size) +
+                                                " bytes, but their payloads end at " + std::to_string(at)));
 }
 
 float ValueAt(const PayloadView& view, DType dtype, int64_t j) {

@@ -53,7 +53,6 @@ __global__ void __launch_bounds__(kThreads) finish_select_kernel(Batch<SelectJob
     const uint64_t number = job.sorted[j];
     const auto index = static_cast<int64_t>((job.carries_values ? number >> 32 : number) ^ job.tag);
     job.indices[j] = index;
-    if (job.values == nullptr) continue;
     if (job.carries_values) {
       const auto bits = static_cast<BitsOf<T>>(number);
       std::memcpy(&job.values[j], &bits, sizeof bits);
@@ -95,7 +94,6 @@ cudaError_t PrepareOne(const Elements<T>& elements, const SelectParams& params, 
   std::vector<SelectJob<T>> jobs(1);
   jobs[0].elements = elements;
   jobs[0].threshold = params.threshold_hint;
-  jobs[0].hint = output.hint;
   jobs[0].k = params.k;
   jobs[0].seed = params.seed;
   jobs[0].indices = output.indices;

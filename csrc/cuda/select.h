@@ -8,7 +8,6 @@
 
 #include <vector>
 
-#include "../core/hint.h"
 #include "../core/select.h"
 #include "batch.h"
 #include "select_state.h"
@@ -19,9 +18,8 @@ namespace hvd_sparse {
 // The outputs of a selection, all on the device.
 struct SelectOutput {
   int64_t* indices;  // [k], ascending
-  void* values;      // [k], of the element type; may be null
+  void* values;      // [k], of the element type
   double* info;      // the smallest selected magnitude, and the number of elements that reached the hint (k if none)
-  Hint* hint;        // replaces params.threshold_hint and is updated; may be null
 };
 
 cudaError_t select_top_k_workspace_size(DType dtype, int64_t n, int64_t k, int64_t* size);

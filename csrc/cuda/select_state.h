@@ -70,8 +70,8 @@ struct SelectJob {
   bool carries_values;     // whether the lower half of a kept number is the value, the upper half the tagged index
   uint64_t* kept;          // [k]: the selected indices, tagged, in any order
   const uint64_t* sorted;  // [k]: the same, ascending
-  int64_t* indices;
-  T* values;  // may be null
+  int64_t* indices;        // [k]
+  T* values;               // [k]
   double* info;
 };
 

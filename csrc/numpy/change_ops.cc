@@ -1,5 +1,5 @@
 // Entries of several ranks merged, and the changes of a parameter server, as plain C functions on pointers, for
-// `hvd_sparse.native_changes`. Sizes and types of arrays are the caller's business, as in ops.cc.
+// `hvd_sparse.native_changes`. The caller checks the sizes and types of arrays, as in ops.cc.
 #include <algorithm>
 #include <iterator>
 #include <vector>
@@ -102,7 +102,7 @@ HVD_SPARSE_API int hvd_sparse_crc32(const uint8_t* data, int64_t size, uint32_t*
   });
 }
 
-// payload: what has been packed.
+// payload: a result of hvd_sparse_pack or hvd_sparse_pack_marked.
 HVD_SPARSE_API int hvd_sparse_sealed_crc(const uint8_t* payload, int64_t size, uint32_t* crc, char* message) {
   return Guarded(message, [&] {
     *crc = hvd_sparse::SealedCrc(payload, size);

@@ -89,8 +89,8 @@ REGISTER_OP("HvdSparseClearBucket")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc(
-        "Takes what a rank's own message says out of its error feedback, but for a part that is retained, unless "
-        "void.");
+        "Subtracts the sent values from the residuals, then adds `retained` times them back, and sets the velocities "
+        "there to zero; does nothing if `is_void`.");
 
 REGISTER_OP("HvdSparseReduceBucket")
     .Input("gathered: uint8")

@@ -77,7 +77,6 @@ class AccumulatingKernel : public Kernel {
     Buffer residual;
     Buffer velocity;
     Feedback feedback;
-    bool is_active = true;
   };
 
   absl::Status OpenLists(const Call& call, Lists* lists) const {
@@ -108,7 +107,6 @@ class AccumulatingKernel : public Kernel {
   absl::Status OpenMember(const Call& call, const Lists& lists, int member, float factor, Job* job) const {
     job->params = params_;
     job->params.factor = factor;
-    job->is_active = lists.is_active;
     job->gradient = AsArray(lists.gradients[member]);
     TF_RETURN_IF_ERROR(job->residual.Open(call, HandleOf(lists.residuals[member])));
     TF_RETURN_IF_ERROR(CheckSize(call, "residual", job->residual.size(), job->gradient.size));
@@ -134,26 +132,6 @@ class AccumulatingKernel : public Kernel {
 
   AccumulateParams params_;
   std::vector<float> weight_decays_;  // one for each member, or empty
-};
-
-// The base class of kernels that accumulate a single gradient, for every device.
-class FeedbackKernel : public AccumulatingKernel {
- public:
-  explicit FeedbackKernel(OpKernelConstruction* construction, CopyBytes copy = CopyOnHost)
-      : AccumulatingKernel(construction, "accumulate", copy) {
-    OP_REQUIRES_OK(construction, ReadRule(construction));
-  }
-
- protected:
-  absl::Status Open(const Call& call, Job* job) const {
-    float factor = 1;
-    Lists lists;
-    TF_RETURN_IF_ERROR(call.Number("factor", &factor));
-    TF_RETURN_IF_ERROR(OpenLists(call, &lists));
-    if (lists.velocities.size() > 1) return call.Invalid("there may be one velocity, got ", lists.velocities.size());
-    if (lists.parameters.size() > 1) return call.Invalid("there may be one parameter, got ", lists.parameters.size());
-    return OpenMember(call, lists, 0, factor, job);
-  }
 };
 
 }  // namespace hvd_sparse

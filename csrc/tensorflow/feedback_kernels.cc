@@ -30,16 +30,24 @@ class ScatterUpdateKernel : public Kernel {
   }
 };
 
-class AccumulateKernel : public FeedbackKernel {
+class AccumulateKernel : public AccumulatingKernel {
  public:
-  explicit AccumulateKernel(OpKernelConstruction* construction) : FeedbackKernel(construction) {}
+  explicit AccumulateKernel(OpKernelConstruction* construction) : AccumulatingKernel(construction, "accumulate") {
+    OP_REQUIRES_OK(construction, ReadRule(construction));
+  }
 
  protected:
   absl::Status Run(const Call& call) const override {
     Job job;
-    TF_RETURN_IF_ERROR(Open(call, &job));
-    return call.OutputScalar("finite", job.is_active ? Accumulate(job.gradient, job.params, call.Pool(), job.feedback)
-                                                     : AllFinite(job.gradient, call.Pool()));
+    Lists lists;
+    float factor = 1;
+    TF_RETURN_IF_ERROR(call.Number("factor", &factor));
+    TF_RETURN_IF_ERROR(OpenLists(call, &lists));
+    if (lists.velocities.size() > 1) return call.Invalid("there may be one velocity, got ", lists.velocities.size());
+    if (lists.parameters.size() > 1) return call.Invalid("there may be one parameter, got ", lists.parameters.size());
+    TF_RETURN_IF_ERROR(OpenMember(call, lists, 0, factor, &job));
+    return call.OutputScalar("finite", lists.is_active ? Accumulate(job.gradient, job.params, call.Pool(), job.feedback)
+                                                       : AllFinite(job.gradient, call.Pool()));
   }
 };
 

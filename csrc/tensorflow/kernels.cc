@@ -32,22 +32,6 @@ class SelectTopKKernel : public Kernel {
   }
 };
 
-class FilterThresholdKernel : public Kernel {
- public:
-  explicit FilterThresholdKernel(OpKernelConstruction* construction) : Kernel(construction, "filter_threshold") {}
-
- protected:
-  absl::Status Run(const Call& call) const override {
-    Array values;
-    double threshold = 0;
-    TF_RETURN_IF_ERROR(call.Values(&values));
-    TF_RETURN_IF_ERROR(call.Number("threshold", &threshold));
-    std::vector<int64_t> found;
-    TF_RETURN_IF_ERROR(call.Report(FilterThreshold(values, threshold, call.Pool(), &found)));
-    return call.OutputSelected(values, found);
-  }
-};
-
 class AllFiniteKernel : public Kernel {
  public:
   explicit AllFiniteKernel(OpKernelConstruction* construction) : Kernel(construction, "all_finite") {}
@@ -207,7 +191,6 @@ class TokenKernel : public Kernel {
 };
 
 HVD_SPARSE_REGISTER(SelectTopK);
-HVD_SPARSE_REGISTER(FilterThreshold);
 HVD_SPARSE_REGISTER(AllFinite);
 HVD_SPARSE_REGISTER(Pack);
 HVD_SPARSE_REGISTER(Unpack);

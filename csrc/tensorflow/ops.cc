@@ -50,11 +50,6 @@ absl::Status SelectTopKShape(InferenceContext* c) {
   return SetVectors(c, c->MakeDim(KnownCount(c, 1)));
 }
 
-absl::Status FilterThresholdShape(InferenceContext* c) {
-  TF_RETURN_IF_ERROR(CheckRanks(c, {kAnyRank, 0}));
-  return SetVectors(c, c->UnknownDim());
-}
-
 absl::Status PackShape(InferenceContext* c) {
   TF_RETURN_IF_ERROR(CheckRanks(c, {1, 1, 0, 0, 2}));
   PayloadFormat format;
@@ -126,15 +121,6 @@ REGISTER_OP("HvdSparseSelectTopK")
     .Attr(kValueTypes)
     .SetShapeFn(SelectTopKShape)
     .Doc("Exactly the k elements of largest magnitude, in ascending order; info: smallest magnitude, how many passed.");
-
-REGISTER_OP("HvdSparseFilterThreshold")
-    .Input("values: T")
-    .Input("threshold: double")
-    .Output("indices: int64")
-    .Output("selected: T")
-    .Attr(kValueTypes)
-    .SetShapeFn(FilterThresholdShape)
-    .Doc("Every element whose magnitude is at least the threshold, in ascending order.");
 
 REGISTER_OP("HvdSparseAllFinite")
     .Input("values: T")

@@ -52,7 +52,7 @@ REGISTER_OP("HvdSparseLaplaceThresholdRows")
     .Output("thresholds: double")
     .Attr("T: {float, double, half, bfloat16}")
     .SetShapeFn(LaplaceThresholdRowsShape)
-    .Doc("For each row the magnitude that a part of so many of a Laplace distribution reaches.");
+    .Doc("For each row, the magnitude that a fraction `density` of a Laplace distribution exceeds.");
 
 REGISTER_OP("HvdSparseFilterThresholdRows")
     .Input("values: T")
@@ -60,7 +60,7 @@ REGISTER_OP("HvdSparseFilterThresholdRows")
     .Output("mask: bool")
     .Attr("T: {float, double, half, bfloat16}")
     .SetShapeFn(FilterThresholdRowsShape)
-    .Doc("What reaches its row's threshold, and NaN; a zero never does.");
+    .Doc("Mask of NaN and of nonzero elements that reach their row's threshold.");
 
 }  // namespace
 }  // namespace hvd_sparse

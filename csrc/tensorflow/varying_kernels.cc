@@ -39,11 +39,13 @@ class FilterBucketKernel : public AccumulatingKernel {
     TF_RETURN_IF_ERROR(call.Output("info", {static_cast<int64_t>(members), 2}, &info));
     std::vector<Job> jobs(members);  // these lock the variables
     std::vector<Part> parts;
-    std::vector<FilterParams> filters;
+    std::vector<FilterParams> filters(members);
     for (size_t i = 0; i < members; ++i) {  // all members are checked before one changes
       TF_RETURN_IF_ERROR(OpenMember(call, lists, static_cast<int>(i), numbers.factors[i], &jobs[i]));
       parts.push_back({jobs[i].gradient, jobs[i].params, jobs[i].feedback, 0});
-      filters.push_back({numbers.thresholds[i], numbers.ks[i], {numbers.stages[i], distribution_, numbers.seed}});
+      const FitParams fit{numbers.stages[i], distribution_, numbers.seed};
+      TF_RETURN_IF_ERROR(
+          call.Report(ParseFilter(numbers.thresholds[i], numbers.ks[i], fit, form.sizes[i], &filters[i])));
       TF_RETURN_IF_ERROR(call.Report(CheckFilter(parts[i], filters[i], formats[i])));
     }
     std::vector<uint8_t> message;

@@ -69,7 +69,9 @@ REGISTER_OP("HvdSparseFilterBucket")
     .Attr(kValueDType)
     .SetIsStateful()
     .SetShapeFn(FilterBucketShape)
-    .Doc("HvdSparseAccumulate, HvdSparseFilterThreshold, HvdSparseQuantize and HvdSparsePack of each member.");
+    .Doc(
+        "HvdSparseAccumulate of each member; selects residuals by a threshold or by k, then HvdSparseQuantize and "
+        "HvdSparsePack.");
 
 REGISTER_OP("HvdSparseAccumulatePartition")
     .Input("gradient: T")
@@ -96,7 +98,9 @@ REGISTER_OP("HvdSparseAccumulatePartition")
     .Attr("weight_decays: list(float) = []")
     .SetIsStateful()
     .SetShapeFn(AccumulatePartitionShape)
-    .Doc("HvdSparseAccumulate of each member; what MiCRO names of a partition, and a sketch of its magnitudes.");
+    .Doc(
+        "Accumulates each gradient; returns the indices selected in this rank's partition (MiCRO), and a histogram of "
+        "magnitudes.");
 
 REGISTER_OP("HvdSparseReduceLocatedBucket")
     .Input("gathered: uint8")

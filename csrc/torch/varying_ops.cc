@@ -31,10 +31,11 @@ std::tuple<Tensor, Tensor, Tensor> FilterBucketOp(TensorList gradients, TensorLi
   Tensor finite = at::empty({static_cast<int64_t>(members)}, at::kBool);
   std::vector<Tensor> flat;
   std::vector<Part> parts;
-  std::vector<FilterParams> filters;
+  std::vector<FilterParams> filters(members);
   for (size_t i = 0; i < members; ++i) {  // all members are checked before one changes
     parts.push_back(in.PartOf(op, i, 0, at::kCPU, &flat));
-    filters.push_back({thresholds[i], ks[i], {stages.empty() ? 0 : stages[i], shape, static_cast<uint64_t>(seed)}});
+    const FitParams fit{stages.empty() ? 0 : stages[i], shape, static_cast<uint64_t>(seed)};
+    Raise(op, ParseFilter(thresholds[i], ks[i], fit, ns[i], &filters[i]));
     Raise(op, CheckFilter(parts[i], filters[i], formats[i]));
   }
   for (size_t i = 0; i < members; ++i) {

@@ -276,17 +276,18 @@ def locate_payloads(
         for member, n in enumerate(ns):
             header = gathered[at : at + HEADER_BYTES].tobytes()
             if len(header) < HEADER_BYTES:
-                raise ValueError(f"rank {rank}: payload is cut off")
+                raise ValueError(f"rank {rank}: payload needs {HEADER_BYTES} bytes, only {len(header)} are left")
             k = max(1, struct.unpack(HEADER_FORMAT, header)[6])
             if k > n:
-                raise ValueError(f"rank {rank}: payload entries exceed n")
+                raise ValueError(f"rank {rank}: payload has {k} entries, but the tensor has n = {n} elements")
             places[:, rank, member] = at, k
             segments = None if channels is None else [(0, channels[member])]
-            at += payload_layout(n, k, coding, value_dtype, segments).size
-            if at > gathered.size:
-                raise ValueError(f"rank {rank}: payload is cut off")
+            size, left = payload_layout(n, k, coding, value_dtype, segments).size, gathered.size - at
+            if size > left:
+                raise ValueError(f"rank {rank}: payload needs {size} bytes, only {left} are left")
+            at += size
     if at != gathered.size:
-        raise ValueError(f"payload messages' size in bytes is {at}, expected {gathered.size}")
+        raise ValueError(f"the messages of all ranks have {gathered.size} bytes, but their payloads end at {at}")
     return places
 
 

@@ -8,7 +8,9 @@ import numpy as np
 from hvd_sparse.reference.selection import RUN, sampled_runs, tail_moments
 
 FIRST_DENSITY = 0.25  # fraction kept by the first of several stages; the others keep equal fractions
-MOST = 4  # a fit is accepted if at most this many times the wanted number reach its threshold
+# A fit is rejected if more than this many times the wanted number and more than half of all elements reach its
+# threshold.
+MOST = 4
 SMALLEST_SAMPLE = 1 << 16
 EXPECTED = 64  # expected number of the k largest elements in a sample
 

@@ -112,22 +112,6 @@ def select_top_k(
     return tuple(_ops.hvd_sparse_select_top_k(values, _integer(k), _seed(seed), _number(threshold_hint, tf.float64)))
 
 
-def filter_threshold(values: tf.Tensor, threshold: Real) -> tuple[tf.Tensor, tf.Tensor]:
-    """Select every element whose magnitude is at least a threshold; never NaN.
-
-    Args:
-        values: float32, float64, float16 or bfloat16; n elements in any shape.
-        threshold: At least 0.
-
-    Returns:
-        Ascending indices, int64[m], and values[indices].
-
-    Raises:
-        tf.errors.InvalidArgumentError: The threshold is negative or NaN, or values have another type.
-    """
-    return tuple(_ops.hvd_sparse_filter_threshold(values, _number(threshold, tf.float64)))
-
-
 def all_finite(values: tf.Tensor) -> tf.Tensor:
     """Return, as a bool scalar tensor, whether every element is a finite float32."""
     return _ops.hvd_sparse_all_finite(values)

@@ -60,7 +60,7 @@ def filter_bucket(
     distribution: str = "exponential",
     seed: int | tf.Tensor = 0,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Do `accumulate`, `filter_threshold`, `quantize` and `pack` for the variables of a bucket.
+    """Do `accumulate`, a selection by thresholds, `quantize` and `pack` for the variables of a bucket.
 
     Args:
         gradients, residuals, velocities, parameters: As in `ops.accumulate`, one for each member; velocities and

@@ -22,7 +22,7 @@ def compare(what, ranks):
 
 
 def test_operators_of_tensorflow_are_those_of_the_cpu():
-    assert_nothing_wrong(compare("ops", ranks=1), 800)
+    assert_nothing_wrong(compare("ops", ranks=1), 370)
 
 
 def test_training_with_tensorflow_is_that_of_the_cpu():

@@ -29,19 +29,20 @@ Filtering FilterByHand(Joined* joined, bool active, const FilterParams& filter, 
   result.finite =
       active ? Accumulate(gradient, joined->params, SerialFor, joined->feedback()) : AllFinite(gradient, SerialFor);
   double& threshold = result.found.threshold = filter.threshold;
-  if (filter.k > 0) {
+  if (filter.kind == FilterKind::kWithTies) {
     EXPECT(SelectThreshold(joined->residuals(), {filter.k}, SerialFor, &threshold).ok(), "the threshold of k");
     if (threshold == 0) threshold = std::ldexp(1.0, -149);
   }
   std::vector<int64_t> indices;
-  Selection largest;  // if k < 0: these and no more, but for zeros
-  if (filter.k < 0) {
-    EXPECT(SelectTopK(joined->residuals(), {-filter.k, 0, 0}, SerialFor, &largest).ok(), "the largest");
+  const bool exactly = filter.kind == FilterKind::kExactly;
+  Selection largest;  // if exactly k: these and no more, but for zeros
+  if (exactly) {
+    EXPECT(SelectTopK(joined->residuals(), {filter.k, 0, 0}, SerialFor, &largest).ok(), "the largest");
     threshold = std::max(largest.threshold, std::ldexp(1.0, -149));
   }
   for (size_t i = 0; i < joined->residual.size(); ++i) {
     const auto index = static_cast<int64_t>(i);
-    if (filter.k < 0 && !std::binary_search(largest.indices.begin(), largest.indices.end(), index)) continue;
+    if (exactly && !std::binary_search(largest.indices.begin(), largest.indices.end(), index)) continue;
     if (std::abs(static_cast<double>(joined->residual[i])) >= threshold) indices.push_back(index);
   }
   const auto count = result.found.count = static_cast<int64_t>(indices.size());
@@ -66,8 +67,9 @@ void CheckFiltered(DType dtype, Pattern pattern, const Rule& rule, const FilterP
                    const PayloadFormat& format) {
   const Shape shape{"whole", format.n, {{0, format.n}}};
   const std::string where = std::string(Name(dtype)) + " " + Name(pattern) + ", " + rule.name + ", sent as " +
-                            Name(format.dtype) + ", threshold " + std::to_string(filter.threshold) + ", k " +
-                            std::to_string(filter.k) + (active ? "" : ", not active");
+                            Name(format.dtype) + ", threshold " + std::to_string(filter.threshold) + ", kind " +
+                            std::to_string(static_cast<int>(filter.kind)) + ", k " + std::to_string(filter.k) +
+                            (active ? "" : ", not active");
   for (const Cut& cut : AllCuts()) {
     Joined expected(shape, dtype, pattern, rule), received(shape, dtype, pattern, rule);
     const Filtering wanted = FilterByHand(&expected, active, filter, format, Level::kMin);
@@ -88,8 +90,10 @@ void CheckFiltered(DType dtype, Pattern pattern, const Rule& rule, const FilterP
 
 TEST(FiltersAndPacks) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  const std::vector<FilterParams> filters{{0, 0},    {1.7, 0},  {kInfinity, 0}, {kInfinity, 30},
-                                          {0, 1000}, {-1, 999}, {0, -30},       {0, -1000}};
+  const std::vector<FilterParams> filters{{FilterKind::kThreshold, 0},         {FilterKind::kThreshold, 1.7},
+                                          {FilterKind::kThreshold, kInfinity}, {FilterKind::kWithTies, kInfinity, 30},
+                                          {FilterKind::kWithTies, 0, 1000},    {FilterKind::kWithTies, -1, 999},
+                                          {FilterKind::kExactly, 0, 30},       {FilterKind::kExactly, 0, 1000}};
   for (const Rule& rule : kRules) {
     for (const FilterParams& filter : filters) {
       for (const bool active : {true, false}) {
@@ -119,7 +123,12 @@ TEST(AFilterRefusesWithoutTouching) {
   const PayloadFormat plain{}, apart{0, 0, Coding::kAuto, DType::kInt2, {{1, 1}}};
   const double nan = std::numeric_limits<double>::quiet_NaN();
   for (const bool active : {true, false}) {
-    for (const FilterParams& filter : {FilterParams{-1, 0}, {nan, 0}, {1, -1001}, {1, 1001}}) {
+    for (const FilterParams& filter : {FilterParams{FilterKind::kThreshold, -1},
+                                       {FilterKind::kThreshold, nan},
+                                       {FilterKind::kWithTies, 1, 0},
+                                       {FilterKind::kWithTies, 1, 1001},
+                                       {FilterKind::kExactly, 1, -1},
+                                       {FilterKind::kExactly, 1, 1001}}) {
       Bytes message;
       bool finite = true;
       Filtered found;
@@ -127,12 +136,37 @@ TEST(AFilterRefusesWithoutTouching) {
                     FilterAndPack(part, active, filter, plain, Level::kMean, SerialFor, &message, &finite, &found),
                     filter.threshold << ", " << filter.k);
       EXPECT_STATUS(StatusKind::kInvalidArgument,
-                    FilterAndPack(part, active, {1, 0}, apart, Level::kMean, SerialFor, &message, &finite, &found),
+                    FilterAndPack(part, active, {FilterKind::kThreshold, 1}, apart, Level::kMean, SerialFor, &message,
+                                  &finite, &found),
                     "segments that do not start at 0");
       EXPECT(message.empty(), "nothing is written");
     }
   }
   EXPECT_EQ(residual, joined.residual, "nothing has happened");
+}
+
+TEST(TheSignOfKSaysWhatKindOfFilter) {
+  const auto parse = [](int64_t k, int64_t stages) {
+    FilterParams filter;
+    EXPECT_STATUS(StatusKind::kOk, ParseFilter(2.5, k, {stages, Distribution::kGamma, 3}, 5, &filter), k);
+    EXPECT_EQ(2.5, filter.threshold, k);
+    return filter;
+  };
+  EXPECT_EQ(FilterKind::kThreshold, parse(0, 0).kind, "0");
+  EXPECT_EQ(FilterKind::kWithTies, parse(3, 0).kind, "3");
+  EXPECT_EQ(int64_t{3}, parse(3, 0).k, "3");
+  EXPECT_EQ(FilterKind::kExactly, parse(-5, 0).kind, "-5");
+  EXPECT_EQ(int64_t{5}, parse(-5, 0).k, "-5");
+  const FilterParams fitted = parse(3, 2);
+  EXPECT_EQ(FilterKind::kFitted, fitted.kind, "with stages");
+  EXPECT_EQ(int64_t{3}, fitted.k, "with stages");
+  EXPECT(fitted.fit.stages == 2 && fitted.fit.distribution == Distribution::kGamma && fitted.fit.seed == 3, "the fit");
+  for (const int64_t k : {int64_t{-6}, std::numeric_limits<int64_t>::min()}) {
+    FilterParams filter;
+    const Status status = ParseFilter(2.5, k, {}, 5, &filter);
+    EXPECT_STATUS(StatusKind::kInvalidArgument, status, k);
+    EXPECT(status.message.find("got k = " + std::to_string(k)) != std::string::npos, status.message);
+  }
 }
 
 }  // namespace

@@ -26,6 +26,41 @@ TEST(SelectionsInOneLaunch) {
   }
 }
 
+// Returns the number of residuals of a selection that reach a magnitude.
+int64_t CountReaching(const Setting& setting, Side& side, size_t s, double magnitude) {
+  int64_t count = 0;
+  for (size_t i = 0; i < setting.shapes[s]->members.size(); ++i) {
+    const float* residual = side.FeedbackOf(setting, s, i).residual;
+    count += std::count_if(residual, residual + setting.shapes[s]->members[i].second,
+                           [magnitude](float value) { return std::abs(static_cast<double>(value)) >= magnitude; });
+  }
+  return count;
+}
+
+TEST(HintsStayOnTheDevice) {
+  Setting setting{AllShapes()};
+  setting.hint = 1e9;  // replaced
+  Side expected(setting), found(setting);
+  std::vector<Hint> hints(setting.shapes.size(), Hint{0, kFirstMargin, 0}), expected_hints = hints;
+  for (uint64_t step = 0; step < 4; ++step) {
+    const Gradients gradients(setting, 100 * step);
+    const Outcome wanted = RunCore(setting, gradients, expected);
+    const Outcome got = RunKernels(setting, gradients, found, hints.data());
+    for (size_t s = 0; s < hints.size(); ++s) {
+      const int64_t k = FormatOf(setting, s).k;
+      const double guess = HintFor(expected_hints[s], k);
+      EXPECT(wanted.payloads[s] == got.payloads[s], "payload " << s << ", step " << step);
+      EXPECT_EQ(guess > 0, step > 0, "step " << step);
+      const int64_t passed = guess > 0 ? CountReaching(setting, found, s, guess) : k;
+      EXPECT_EQ(static_cast<double>(passed), got.info[2 * s + 1], "selection " << s << ", step " << step);
+      LearnHint(&expected_hints[s], k, wanted.info[s], passed);
+      EXPECT_EQ(expected_hints[s].threshold, hints[s].threshold, "selection " << s << ", step " << step);
+      EXPECT_EQ(expected_hints[s].margin, hints[s].margin, "selection " << s << ", step " << step);
+      EXPECT_EQ(expected_hints[s].k, hints[s].k, "selection " << s << ", step " << step);
+    }
+  }
+}
+
 TEST(AwkwardGradients) {
   for (const Kind kind : kKinds) {
     for (const bool active : {true, false}) {

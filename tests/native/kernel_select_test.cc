@@ -36,7 +36,7 @@ struct Found {
     EXPECT_EQ(cudaSuccess, select_top_k_workspace_size(kDTypeOf<T>, n, k, &size), "size");
     workspace = std::make_unique<Scratch>(size);
   }
-  SelectOutput output(Hint* hint = nullptr) { return {indices.data(), values.data(), info.data(), hint}; }
+  SelectOutput output() { return {indices.data(), values.data(), info.data()}; }
 
   std::vector<int64_t> indices;
   std::vector<T> values;
@@ -225,25 +225,6 @@ TEST(SamplesAreTheCoresOwn) {
       const auto begin = values.begin() + 16 * strata.Next();
       EXPECT(std::equal(begin, begin + 16, sample.begin() + 16 * run), "run " << run << " of " << count);
     }
-  }
-}
-
-TEST(HintsStayOnTheDevice) {
-  const int64_t n = 9001, k = 90;
-  Hint hint{0, kFirstMargin, 0}, expected = hint;
-  for (uint64_t step = 0; step < 4; ++step) {
-    const std::vector<float> values = DrawValues<float>(Kind::kNormal, n, step);
-    const Array array{values.data(), n, DType::kFloat32};
-    Found<float> found(k, n);
-    const double guess = HintFor(hint, k);
-    EXPECT_EQ(cudaSuccess,
-              select_top_k_launch(array, {k, 1e9, step}, found.output(&hint), found.workspace->data(), nullptr), step);
-    int64_t reached = 0;
-    for (const float value : values) reached += std::abs(static_cast<double>(value)) >= guess;
-    LearnHint(&expected, k, found.info[0], guess > 0 ? reached : k);
-    EXPECT_EQ(expected.threshold, hint.threshold, "step " << step);
-    EXPECT_EQ(expected.margin, hint.margin, "step " << step);
-    EXPECT_EQ(expected.k, hint.k, "step " << step);
   }
 }
 

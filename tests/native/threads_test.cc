@@ -1,12 +1,17 @@
 // Every function with a ParallelFor gives the same result on parallel threads as on one. The other tests check this
 // with every kind of value; this one is short enough for ThreadSanitizer.
+#include <cmath>
+#include <limits>
 #include <string>
 #include <vector>
 
 #include "accumulate.h"
+#include "bucket.h"
+#include "changes.h"
 #include "cuts.h"
 #include "expect.h"
 #include "finite.h"
+#include "partition.h"
 #include "payloads.h"
 #include "reduce.h"
 #include "row_select.h"
@@ -44,6 +49,24 @@ TEST(Selects) {
       EXPECT(FilterThreshold(values.array(), expected.threshold, ThreadedFor, &threaded).ok(), Name(dtype));
       EXPECT_EQ(serial, threaded, Name(dtype) << ", " << Name(pattern));
     }
+  }
+}
+
+TEST(SelectsAmongDifferences) {
+  const Values minuend = Draw(DType::kFloat32, Pattern::kSpread, kSize, 8);
+  const Values subtrahend = Draw(DType::kFloat32, Pattern::kSpread, kSize, 9);
+  const auto run = [&](double hint, const ParallelFor& parallel_for) {
+    Selection selection;
+    EXPECT_STATUS(StatusKind::kOk,
+                  SelectTopKOfDifference(static_cast<const float*>(minuend.array().data),
+                                         static_cast<const float*>(subtrahend.array().data), kSize, {kCount, hint, 3},
+                                         parallel_for, &selection),
+                  hint);
+    return selection;
+  };
+  const Selection expected = run(0, SerialFor);
+  for (const double times : {0.0, 0.5, 0.98, 1.01}) {
+    ExpectSame(expected, run(times * expected.threshold, ThreadedFor), "hint times " + std::to_string(times));
   }
 }
 
@@ -181,6 +204,108 @@ TEST(AccumulatesAndSelectsTogether) {
   }
 }
 
+// A gradient in two parts, and their residuals.
+struct TwoParts {
+  explicit TwoParts(const Values& gradient) {
+    const auto* data = static_cast<const float*>(gradient.array().data);
+    const AccumulateParams params{AccumulateRule::kResidual, 0.5f, 0, 0, nullptr};
+    parts = {{{data, kFirst, DType::kFloat32}, params, {memories.residual.data(), nullptr}, 0},
+             {{data + kFirst, kSize - kFirst, DType::kFloat32},
+              params,
+              {memories.residual.data() + kFirst, nullptr},
+              kFirst}};
+  }
+
+  static constexpr int64_t kFirst = 30000;
+  Memories memories;
+  std::vector<Part> parts;
+};
+
+TEST(SelectsInAPartition) {
+  const Values gradient = Draw(DType::kFloat32, Pattern::kSpread, kSize, 6);
+  const auto run = [&](const PartitionParams& params, const ParallelFor& parallel_for, TwoParts* tensors) {
+    bool finite[2] = {};
+    Partitioned found;
+    EXPECT_STATUS(StatusKind::kOk, AccumulatePartition(tensors->parts, params, parallel_for, finite, &found),
+                  params.threshold);
+    EXPECT(finite[0] && finite[1], params.threshold);
+    return found;
+  };
+  for (const double threshold : {std::numeric_limits<double>::infinity(), 0.7, 0.26, 0.0}) {
+    TwoParts first(gradient);
+    const auto reaching =
+        static_cast<double>(run({10001, 60000, threshold, -1, 0, 9}, SerialFor, &first).indices.size());
+    for (const double share : {-1.0, reaching, 300.0, 20000.0}) {  // with most, the largest are selected instead
+      for (const int64_t sample : {int64_t{2000}, kSize}) {
+        const PartitionParams params{10001, 60000, threshold, share, sample, 9};
+        const std::string where = std::to_string(threshold) + ", share " + std::to_string(share);
+        TwoParts serial(gradient), threaded(gradient);
+        const Partitioned expected = run(params, SerialFor, &serial), found = run(params, ThreadedFor, &threaded);
+        EXPECT_EQ(serial.memories.residual, threaded.memories.residual, where);
+        EXPECT_EQ(expected.indices, found.indices, where);
+        EXPECT_EQ(expected.threshold, found.threshold, where);
+        EXPECT_EQ(expected.base, found.base, where);
+        EXPECT(expected.sketch == found.sketch, where);
+      }
+    }
+  }
+}
+
+TEST(FiltersAndPacks) {
+  const Values gradient = Draw(DType::kFloat32, Pattern::kSpread, kSize, 5);
+  for (const FilterKind kind :
+       {FilterKind::kThreshold, FilterKind::kWithTies, FilterKind::kExactly, FilterKind::kFitted}) {
+    for (const double threshold : {0.3, 0.9, 3.0}) {
+      for (const bool active : {true, false}) {
+        const FilterParams filter{kind, threshold, kCount, {2, Distribution::kGamma, 4}};
+        const AccumulateParams params{AccumulateRule::kResidual, 1, 0, 0, nullptr};
+        Memories serial, threaded;
+        Bytes expected, message;
+        Filtered wanted, found;
+        bool finite[2] = {};
+        EXPECT_STATUS(StatusKind::kOk,
+                      FilterAndPack({gradient.array(), params, serial.get(), 0}, active, filter, {}, Level::kMean,
+                                    SerialFor, &expected, finite, &wanted),
+                      threshold);
+        EXPECT_STATUS(StatusKind::kOk,
+                      FilterAndPack({gradient.array(), params, threaded.get(), 0}, active, filter, {}, Level::kMean,
+                                    ThreadedFor, &message, finite + 1, &found),
+                      threshold);
+        EXPECT(finite[0] && finite[1], threshold);
+        EXPECT_EQ(serial.residual, threaded.residual, threshold);
+        EXPECT_EQ(wanted.threshold, found.threshold, threshold);
+        EXPECT(expected == message, "kind " << static_cast<int>(kind) << ", " << threshold);
+      }
+    }
+  }
+}
+
+TEST(AccumulatesAndPacks) {
+  const Values gradient = Draw(DType::kFloat32, Pattern::kSpread, kSize, 6);
+  const PayloadFormat format{kSize, kCount, Coding::kAuto, DType::kInt2};
+  int64_t size = 0;
+  EXPECT_STATUS(StatusKind::kOk, PayloadSize(format, &size), "");
+  for (const double hint : {0.0, 0.7, 100.0}) {
+    for (const bool active : {true, false}) {
+      TwoParts serial(gradient), threaded(gradient);
+      Bytes expected(static_cast<size_t>(size)), payload(expected);
+      bool finite[4] = {};
+      Selection selection;
+      EXPECT_STATUS(StatusKind::kOk,
+                    AccumulateAndPack(serial.parts, active, {kCount, hint, 7}, format, Level::kMean, SerialFor,
+                                      expected.data(), finite, &selection),
+                    hint);
+      EXPECT_STATUS(StatusKind::kOk,
+                    AccumulateAndPack(threaded.parts, active, {kCount, hint, 7}, format, Level::kMean, ThreadedFor,
+                                      payload.data(), finite + 2, &selection),
+                    hint);
+      EXPECT(finite[0] && finite[1] && finite[2] && finite[3], hint);
+      EXPECT_EQ(serial.memories.residual, threaded.memories.residual, hint);
+      EXPECT(expected == payload, "hint " << hint);
+    }
+  }
+}
+
 TEST(AddsPayloads) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kInt2}) {
     const PayloadFormat format{9 * 65536 + 77, 3000, Coding::kAuto, dtype};
@@ -202,6 +327,17 @@ TEST(AddsPayloads) {
     const std::vector<Slice> slices{{0, cut, sliced.data()}, {cut, format.n - cut, sliced.data() + cut}};
     EXPECT(ReduceSources(format, sources, 0.5f, ThreadedFor, slices).ok(), Name(dtype));
     EXPECT(std::memcmp(serial.data(), sliced.data(), 4 * sliced.size()) == 0, Name(dtype));
+    Bytes gathered;
+    for (const Bytes& one : payloads) gathered.insert(gathered.end(), one.begin(), one.end());
+    std::vector<float> located(static_cast<size_t>(format.n), 7), strided(located);
+    EXPECT(ReduceLocated({format}, 3, gathered.data(), static_cast<int64_t>(gathered.size()), 0.5f, ThreadedFor,
+                         {located.data()})
+               .ok(),
+           Name(dtype));
+    EXPECT(std::memcmp(serial.data(), located.data(), 4 * located.size()) == 0, Name(dtype));
+    EXPECT(ReducePayloads(format, gathered.data(), 3, sources[0].size, 0.5f, ThreadedFor, strided.data()).ok(),
+           Name(dtype));
+    EXPECT(std::memcmp(serial.data(), strided.data(), 4 * strided.size()) == 0, Name(dtype));
   }
 }
 

@@ -178,8 +178,8 @@ def reach(method, step, v, kept):
     """DCT, Algorithm 1: every L steps, tau = element floor(n * eta) of sort(|w|); elements with |w| >= tau are sent.
 
     Tensor i of m renews its threshold i / m of a life-span later. Life-spans follow each other: step 1, steps 2 and 3,
-    steps 4 to 7, and so on until they have L steps. Not in the paper: a tensor that sent too many or too few elements renews its
-    threshold in the next step. A hard threshold is constant. SIDCo's is fitted in every step.
+    steps 4 to 7, and so on until they have L steps. Not in the paper: a tensor that sent too many or too few elements
+    renews its threshold in the next step. A hard threshold is constant. SIDCo's is fitted in every step.
     """
     masks, gap, begin, lifespan = {}, np.inf, 0, 1
     while method.lifespan and begin + lifespan <= step:

@@ -59,10 +59,10 @@ def test_found_and_added(dtype):
 def hostile():
     """Yield damaged messages and what is said of them."""
     gathered, _ = message(("run_length", "float32"))
-    yield gathered[:-8], "cut off"
-    yield gathered[:31], "cut off"
-    yield gathered[:0], "cut off"
-    yield np.append(gathered, np.zeros(8, np.uint8)), "size"
+    yield gathered[:-8], "payload needs [0-9]+ bytes, only [0-9]+ are left"
+    yield gathered[:31], "bytes, only 31 are left"
+    yield gathered[:0], "bytes, only 0 are left"
+    yield np.append(gathered, np.zeros(8, np.uint8)), f"bytes, but their payloads end at {gathered.size}"
     for many in (70_001, 2**63, 2**64 - 1):
         damaged = gathered.copy()
         damaged[16:24] = np.frombuffer(many.to_bytes(8, "little"), np.uint8)

@@ -92,19 +92,11 @@ def test_hints_change_nothing(make, kind, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_filter_and_all_finite(make, kind, dtype):
+def test_all_finite(make, kind, dtype):
     for n in (1, 1023, 65537):
         values = from_torch(make(kind, n, dtype))
-        array, any_size = values.numpy(), spec(values.dtype, None)
-        for finite in both("all_finite", (any_size,), values):
-            assert (finite.dtype, finite.shape, bool(finite)) == (tf.bool, (), reference.all_finite(array))
-        for k in {1, n, (n + 99) // 100}:
-            exact = reference.select_threshold(array, k)
-            for threshold in (exact, np.nextafter(exact, np.inf)):
-                indices, passed = reference.filter_threshold(array, threshold)
-                for found in both("filter_threshold", (any_size, REAL), values, threshold):
-                    same(found[0], indices)
-                    assert (found[1].dtype, found[1].numpy().tobytes()) == (values.dtype, passed.tobytes())
+        for finite in both("all_finite", (spec(values.dtype, None),), values):
+            assert (finite.dtype, finite.shape, bool(finite)) == (tf.bool, (), reference.all_finite(values.numpy()))
 
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 2**63 - 1, 2**63, 2**64 - 1])
@@ -116,8 +108,6 @@ def test_seeds_of_64_bits(make, seed):
 def test_no_values_and_values_of_any_shape(make):
     for dtype in DTYPES:
         assert ops.all_finite(tf.zeros([0], dtype))
-        indices, selected = ops.filter_threshold(tf.zeros([3, 0], dtype), 0.0)
-        assert (indices.shape, selected.shape, selected.dtype) == ((0,), (0,), dtype)
     values = from_torch(make("heavy_tailed", 1000))
     for shape in ([10, 100], [1000, 1], [2, 5, 100]):
         found, expected = (ops.select_top_k(each, 40) for each in (tf.reshape(values, shape), values))
@@ -204,9 +194,6 @@ def test_large_tensors_shared_among_threads(make):
             same(selected, expected[1].numpy())
             assert info[0] == expected[2][0].item()
             assert min(info[1], 2 * many) == min(expected[2][1].item(), 2 * many)
-    for found in both("filter_threshold", (spec("float32", None), REAL), shared, 2.0):
-        for one, wanted in zip(found, torch_ops.filter_threshold(values, 2.0), strict=True):
-            same(one, wanted.numpy())
     for position in (0, 599_999, 600_000, 1_199_999):
         assert not ops.all_finite(tf.tensor_scatter_nd_update(shared, [[position]], [math.nan]))
 
@@ -251,11 +238,11 @@ def test_shapes_known_while_tracing():
         assert [list(tensor.shape) for tensor in known] == [[5], [5], [2], [64], []]
         assert ops.reduce_payloads([payload], 0, 100, 5).shape == (100,)
         unknown = [
-            *(*ops.unpack(payload, 100, 5), *ops.filter_threshold(values, 1.0), ops.select_top_k(values, count)[0]),
+            *(*ops.unpack(payload, 100, 5), ops.select_top_k(values, count)[0]),
             *(ops.pack(indices, selected, count, 5), ops.pack(indices, selected, 100, -1)),
             ops.reduce_payloads([payload], 0, count, 5),
         ]
-        assert [tensor.shape.as_list() for tensor in unknown] == [[None]] * 8
+        assert [tensor.shape.as_list() for tensor in unknown] == [[None]] * 6
         assert ops.quantize(tf.raw_ops.Placeholder(dtype=tf.float32, shape=[2, 3]), "float16").shape == (2, 3)
 
 
@@ -287,8 +274,6 @@ ONES = tf.ones([5])
         (lambda: ops.select_top_k(tf.zeros([0]), 0), r"hvd_sparse.select_top_k: k must"),
         (lambda: ops.select_top_k(ONES, 0), r"hvd_sparse.select_top_k: k must"),
         (lambda: ops.select_top_k(ONES, 6), r"hvd_sparse.select_top_k: k must"),
-        (lambda: ops.filter_threshold(ONES, -1e-300), "hvd_sparse.filter_threshold: threshold"),
-        (lambda: ops.filter_threshold(ONES, math.nan), "hvd_sparse.filter_threshold: threshold"),
         (lambda: ops.pack([1, 1], [1.0, 2.0], 5, 2), "hvd_sparse.pack: .*ascending"),
         (lambda: ops.pack([4, 5], [1.0, 2.0], 5, 2), "hvd_sparse.pack: .*ascending"),
         (lambda: ops.pack([1, 4], [1.0], 5, 2), "hvd_sparse.pack: 2 indices but 1 values"),
@@ -353,10 +338,9 @@ def test_only_tokens_are_stateful():
         payload = ops.pack(indices, selected, 5, 2)
         ops.unpack(payload, 5, 2)
         ops.reduce_payloads([payload], 0, 5, 2)
-        ops.filter_threshold(ops.quantize(values, "float16"), 0.5)
-        ops.all_finite(values)
+        ops.all_finite(ops.quantize(values, "float16"))
         found = {op.type: op.op_def.is_stateful for op in graph.get_operations() if op.type.startswith("HvdSparse")}
-    assert len(found) == 8
+    assert len(found) == 7
     assert [name for name, stateful in found.items() if stateful] == ["HvdSparseToken"]
 
 

@@ -128,14 +128,18 @@ inline Outcome RunCore(const Setting& setting, const Gradients& gradients, Side&
   return out;
 }
 
-inline Outcome RunKernels(const Setting& setting, const Gradients& gradients, Side& side) {
+// hints: on the device, one for each selection; null: the setting's hint.
+inline Outcome RunKernels(const Setting& setting, const Gradients& gradients, Side& side, Hint* hints = nullptr) {
   Outcome out;
   BucketSelections selections;
   size_t member = 0;
   for (size_t s = 0; s < setting.shapes.size(); ++s) {
     const PayloadFormat format = FormatOf(setting, s);
-    BucketSelection selection{
-        {}, PartsOf(setting, gradients, side, s, &member), {format.k, setting.hint, 5}, nullptr, nullptr};
+    BucketSelection selection{{},
+                              PartsOf(setting, gradients, side, s, &member),
+                              {format.k, setting.hint, 5},
+                              hints == nullptr ? nullptr : hints + s,
+                              nullptr};
     EXPECT_STATUS(StatusKind::kOk, MakePlan(format, &selection.plan), "plan");
     out.payloads.emplace_back(static_cast<size_t>(selection.plan.size / 8), ~uint64_t{0});
     selection.payload = BytesOf(out.payloads.back());
