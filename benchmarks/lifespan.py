@@ -83,7 +83,7 @@ class Run:
 def main() -> None:
     """Train with the life-spans in turns; print a table and a JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lifespans", type=int, nargs="+", default=[1, 100, 1000])
+    parser.add_argument("--lifespans", type=int, nargs="+", default=[1, 100, 256])
     parser.add_argument("--tensors", type=int, default=16)
     parser.add_argument("--elements", type=int, default=400_000)
     parser.add_argument("--density", type=float, default=0.01)

@@ -36,7 +36,7 @@ def main() -> None:
         session.serve()
         return
     optimizer = session.optimizer(lr=1e-3)
-    session.worker.step = args.lifespan  # thresholds have their whole life-span
+    session.worker.step = args.lifespan  # thresholds are kept from the start; the first ones let too much through
     random = np.random.default_rng(session.rank)
     gradients = [torch.from_numpy(random.standard_normal(args.numel // 8, np.float32)) for _ in parameters]
 

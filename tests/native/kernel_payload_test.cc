@@ -249,7 +249,7 @@ TEST(ADamagedPayloadMakesTheSumNanAndIsRecorded) {
   DecodeStatus status{0, 0};
   for (int time = 1; time <= 2; ++time) {
     for (const float value : Reduce(format, gathered, &status)) EXPECT(std::isnan(value), value);
-    EXPECT_EQ(time, status.refused, "calls that met it");
+    EXPECT_EQ(time, static_cast<int>(status.refused), "calls that met it");
     EXPECT_EQ(2 * 256 + static_cast<int>(PayloadCheck::kChecksum), static_cast<int>(status.first), "rank and check");
   }
 }
