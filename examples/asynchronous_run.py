@@ -15,7 +15,7 @@ from hvd_sparse.parameter_server import METHODS
 from hvd_sparse.parameter_server.placement import MOST_THREADS, place
 
 TASKS = ("digits", "char_lstm")
-TIMEOUT = 120.0  # seconds that the first worker waits for the others' last updates
+TIMEOUT = 120.0  # seconds that the first worker waits for the others' last updates: one may never have joined
 SWITCHES = {  # {switch: the methods that it is for}; other switches are for all methods
     "--density": ("dgs", "dgc_async", "gd_async", "dct_async"),
     "--momentum": ("dgs", "dgc_async", "msgd"),
@@ -72,6 +72,8 @@ def parse_arguments(description):
     args = parser.parse_args()
     reporting.refuse_others(parser, args, SWITCHES, [args.method])
     reporting.refuse_others(parser, args, TASK_SWITCHES, [args.task], "--task")
+    if args.steps and args.epochs:
+        parser.error("--epochs is for runs without --steps: leave one of them out")
     for name, value in TASK_DEFAULTS.items():
         setattr(args, name, getattr(args, name) or value)
     return args
@@ -187,10 +189,13 @@ def run(example, description, tasks, prepare, connect, learn):
             report(example, rows, session.stats(), time.perf_counter() - begin, task, args)
 
 
-def wait_for_others(session, updates):
-    """Wait until the servers have applied this number of updates from all workers, or until a timeout."""
+def wait_for_others(session, updates, workers):
+    """Wait until the servers have applied all updates, or all other workers have left, or a timeout has passed."""
     end = time.monotonic() + TIMEOUT
-    while session.stats()["all"]["pushes"] < updates and time.monotonic() < end:
+    while time.monotonic() < end:
+        stats = session.stats()["all"]
+        if stats["pushes"] >= updates or len(stats["departures"]) >= workers - 1:
+            return
         time.sleep(0.05)
 
 
@@ -207,7 +212,7 @@ def train(session, task, args, step, evaluate):
             bar.update()
             if args.rank == 0 and (number % interval == 0 or number == args.steps):
                 if number == args.steps:
-                    wait_for_others(session, args.steps * args.size)
+                    wait_for_others(session, args.steps * args.size, args.size)
                 loss, metric = evaluate()
                 rows.append({"step": number, "train_loss": np.mean(losses), "loss": loss, task.METRIC: metric})
                 bar.set_postfix(loss=f"{loss:.3f}", **{task.METRIC: f"{metric:.2f}"})

@@ -98,8 +98,8 @@ class Changed(NamedTuple):
 class Marked(NamedTuple):
     """What `select_marked` found. indices: int64, ascending, counted from the start of the part; values: differences.
 
-    reaching: how many reach the floor. floor: to go on with; where more than 2k reach the old one, what 3/2 k do.
-    has_nan: a marked difference is NaN.
+    reaching: how many reach the floor. floor: the floor for the next call: the old one, or, if more than 2k elements
+    reached it, the magnitude that 3k/2 elements reach. has_nan: a marked difference is NaN.
     """
 
     indices: np.ndarray

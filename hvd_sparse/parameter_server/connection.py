@@ -18,7 +18,7 @@ from hvd_sparse.parameter_server.worker import ServerRefused, Worker
 
 TICK = 0.25  # seconds between two looks at what is not a message
 CLOSE_SECONDS = 5.0  # for the last messages: only workers that failed have not received theirs
-PAUSE = 2 * TICK  # seconds between two looks, from which on this process was stopped, or busy
+PAUSE = 2 * TICK  # seconds that a look takes, from which on this process was stopped
 
 
 def serve(
@@ -34,24 +34,26 @@ def serve(
         while not server.is_finished:
             if why := failure():
                 raise RuntimeError(why)
+            begin = time.monotonic()
             item = end.receive(TICK)
             before, looked = looked, time.monotonic()
-            if looked - before > PAUSE:  # what workers have said meanwhile is still to be read
-                server.excuse(looked - before)
-                last += looked - before
-            for worker in end.arriving(timeout if server.silence is None else min(timeout, server.silence)):
+            if looked - begin > PAUSE:  # what workers have said meanwhile is still to be read
+                server.excuse(looked - begin)
+                last += looked - begin
+            heard = end.arriving(timeout if server.silence is None else min(timeout, server.silence))
+            for worker in heard if item is None else {*heard, item[0]}:
                 server.hear(worker)
-            for worker in server.tick():
+            for worker in server.tick(before):  # this look may not have found all that came during a long `handle`
                 print(f"hvd_sparse: worker {worker} is gone: {server.departures[worker]}", file=sys.stderr)
             if item is None:
                 if not server.is_occupied and time.monotonic() - last > timeout:
                     missing = sorted({*ranks} - {*server.departures, *server.refused})
                     raise TimeoutError(f"workers {missing} have not joined for {timeout:g} seconds")
                 continue
-            last = time.monotonic()
             source, data = item
             for rank, answer in server.handle(data, source):
                 end.send(rank, answer)
+            last = time.monotonic()
         end.close(CLOSE_SECONDS)
     except BaseException as error:
         tell_failure(end, ranks, error)

@@ -52,7 +52,6 @@ class ParameterLayout:
         ends = np.cumsum([sizes[name] for name in self.names])
         self.numel = int(ends[-1])
         self.begins = [0, *(int(end) for end in ends[:-1])]
-        self.sparse_numel = sum(size for size in sizes.values() if size >= min_numel)
         self._min_numel = min_numel
         self.frozen = _checksum(frozen)
 

@@ -25,7 +25,8 @@ class Method:
         warmup: None, a number of the worker's steps, or a `Schedule`.
         pull_density: Part of the elements that servers send back, those with the largest differences; others are sent
             later (secondary compression, section 4.2.2). None: all changed elements.
-        scope: "tensor" selects in each tensor, "model" jointly in all, in both directions.
+        scope: "tensor" selects in each tensor, "model" jointly in all. In answers each server, or thread of one,
+            selects among its own elements: from a tensor that is divided between servers, it selects in its part.
         min_numel: Tensors of fewer elements are sent dense.
         coding: Coding of positions: "run_length", "elias_fano", "bitmap", or "auto", the smallest.
         values: Type of the values pushed: "float32", "float16", "bfloat16", "int2" or "int1". The rounding error stays

@@ -184,8 +184,7 @@ class Session:
         """Push an update, and apply the answer to this push; with `overlap`, the answer to the previous push."""
         self._local.raise_error()
         connection = self._connected()
-        if self.overlap:
-            self.synchronize()
+        self.synchronize()  # without overlap, too: after a TimeoutError an answer is missing
         connection.push(gradients, lr, weight_decay)
         if not self.overlap:
             self.synchronize()
@@ -201,7 +200,8 @@ class Session:
         connection = self._connected()
         connection.wait()
         changed, connection.worker.changed = connection.worker.changed, set()
-        self._updated(changed)
+        if changed:
+            self._updated(changed)
 
     def _take_model(self) -> None:
         """Take over the servers' model, after joining. Frameworks that have buffers override this method."""

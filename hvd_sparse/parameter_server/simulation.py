@@ -47,7 +47,8 @@ class Simulation:
         parameters: {name: float32 array}, the initial ones.
         workers: Number of workers.
         servers: Number of servers, each with an equal part of the elements.
-        server_options: Further arguments of `Server`, such as `silence` and `now`.
+        server_options: Further arguments of `Server`, such as `silence` and `now`. A worker that has been silent for
+            longer than `silence` when messages are delivered is dropped, and joins again with its next step.
 
     Raises:
         ValueError: The method has fewer workers at most.
@@ -138,7 +139,9 @@ class Simulation:
         return self.layout.split(np.concatenate([server.parameters for server in self.servers]))
 
     def deliver(self) -> None:
-        """Deliver messages until there are none."""
+        """Drop silent workers; then deliver messages until there are none."""
+        for server in self.servers:
+            server.tick()
         while self._deliver_once():
             pass
 

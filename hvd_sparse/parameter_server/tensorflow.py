@@ -132,8 +132,7 @@ class TensorFlowSession(Session):
         """Return the optimizer of a worker.
 
         Args:
-            learning_rate: See `AsynchronousOptimizer`.
-            weight_decay: See `AsynchronousOptimizer`.
+            learning_rate, weight_decay: See `AsynchronousOptimizer`.
 
         Returns:
             The optimizer; its `apply_gradients` pushes an update.
@@ -158,7 +157,7 @@ class TensorFlowSession(Session):
             self._share(flattened({name: _as_array(buffer) for name, buffer in self.buffers.items()}))
 
     def global_variables(self) -> dict[str, np.ndarray]:
-        """Return the servers' parameters as they are now.
+        """Return the servers' parameters as they are now. A worker sends its buffers first, as by `share_buffers`.
 
         Returns:
             {name: array} of the variables' types and shapes; of a model, its buffers averaged over workers too.
@@ -174,6 +173,8 @@ class TensorFlowSession(Session):
 
     def load_global(self, model=None) -> None:
         """Assign the servers' model as it is now to another model; what is neither trained nor a buffer stays.
+
+        A worker sends its buffers into the average first, as by `share_buffers`.
 
         Args:
             model: One like the model that was connected, or its variables in the same order. None: this worker's own,
@@ -212,29 +213,28 @@ class WorkerFeedback(tf.train.experimental.PythonState):
         feedback = {name: self._session.worker.feedback_of(name) for name in self._session.tensors}
         return {name: {kind: array.copy() for kind, array in kinds.items()} for name, kinds in feedback.items()}
 
-    def load(self, arrays: dict[str, dict[str, np.ndarray]]) -> None:
+    def load(self, arrays: dict[str, dict[str, np.ndarray]], method: str | None) -> None:
         """Take over what `arrays` returned; ValueError, and nothing is changed, if it is of another model or method."""
         differing = sorted({*arrays} ^ {*self._session.tensors})
         if differing:
             raise ValueError(f"the state must be of the same model; missing there or here: {', '.join(differing)}")
-        self._session.worker.load_feedback(arrays)
+        self._session.worker.load_feedback(arrays, method)
 
     def serialize(self) -> bytes:
-        """Return the error feedback as the bytes of an .npz file."""
-        file = io.BytesIO()
-        arrays = self.arrays().items()
+        """Return the method's name and the error feedback as the bytes of an .npz file."""
+        file, arrays = io.BytesIO(), self.arrays().items()
         named: dict[str, Any] = {f"{kind}/{name}": part for name, kinds in arrays for kind, part in kinds.items()}
-        np.savez(file, **named)
+        np.savez(file, method=np.array(self._session.method.name), **named)
         return file.getvalue()
 
     def deserialize(self, value: bytes) -> None:
         """Take over what `serialize` returned."""
         arrays: dict[str, dict[str, np.ndarray]] = {}
         with np.load(io.BytesIO(value), allow_pickle=False) as file:
-            for key in file.files:
-                kind, name = key.split("/", 1)
-                arrays.setdefault(name, {})[kind] = file[key]
-        self.load(arrays)
+            method = str(file["method"]) if "method" in file.files else None  # as in earlier versions
+            for kind, name in (key.split("/", 1) for key in file.files if key != "method"):
+                arrays.setdefault(name, {})[kind] = file[f"{kind}/{name}"]
+        self.load(arrays, method)
 
 
 class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):
@@ -328,13 +328,13 @@ class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):
         """Return the state of this worker.
 
         Returns:
-            {"iterations": int, "memory": {variable: {"residual": float32[n], ...}}}, copies.
+            {"iterations": int, "method": its name, "memory": {variable: {"residual": float32[n], ...}}}, copies.
         """
-        return {"iterations": int(self.iterations.numpy()), "memory": self.memory.arrays()}
+        return {"iterations": int(self.iterations), "method": self.session.method.name, "memory": self.memory.arrays()}
 
     def load_state_dict(self, state: dict) -> None:
         """Take over what `state_dict` returned; ValueError if it is of another model or method."""
-        self.memory.load(state["memory"])
+        self.memory.load(state["memory"], state.get("method"))
         self.iterations.assign(state["iterations"])
 
     def _step(self, names: list[str], *gradients: tf.Tensor) -> None:

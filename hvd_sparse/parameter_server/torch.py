@@ -172,6 +172,7 @@ class TorchSession(Session):
     def global_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the servers' current model, for a checkpoint or for evaluation in another model.
 
+        A worker sends its own buffers into the average first, as `share_buffers` does.
         Do not load it into the model that trains: until `close`, its parameters must be those that servers sent.
 
         Returns:
@@ -224,8 +225,8 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
 
     Learning-rate schedulers and `torch.amp.GradScaler` work as usual: a skipped step is not pushed. Groups have lr and
     weight_decay, which may change from step to step; the method has the momentum. `state_dict` has the worker's
-    memory (residual, velocity, thresholds) and step. Gradients of any type and device are converted to float32 on the
-    CPU; elements that are not finite count as zero, see `TorchSession.stats`.
+    memory (residual, velocity, thresholds), method and step. Gradients of any type and device are converted to float32
+    on the CPU; elements that are not finite count as zero, see `TorchSession.stats`.
 
     Args:
         session: The worker's session.
@@ -301,10 +302,12 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         """Return the state of this worker.
 
         Returns:
-            {"param_groups": ..., "state": ..., "step": int}. The state of a parameter has its residual, float32[n], and
-            if the method has them velocity and threshold; these are views: copy them to keep them during training.
+            {"param_groups": ..., "state": ..., "step": int, "method": its name}. The state of a parameter has its
+            residual, float32[n], and if the method has them velocity and threshold; these are views: copy them to keep
+            them during training.
         """
-        return {**super().state_dict(), "step": self.session.worker.step}
+        worker = self.session.worker
+        return {**super().state_dict(), "step": worker.step, "method": worker.method.name}
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Restore parameter groups and this worker's error feedback.
@@ -321,7 +324,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         for name, memory in zip(names, kept, strict=False):
             nothing = {kind: np.zeros_like(part) for kind, part in worker.feedback_of(name).items()}
             arrays[name] = {kind: tensor.detach().cpu().numpy() for kind, tensor in memory.items()} or nothing
-        worker.check_feedback(arrays)
+        worker.check_feedback(arrays, state_dict.get("method"))
         super().load_state_dict(state_dict)  # which checks the number of parameters
         worker.load_feedback(arrays)
         worker.step = state_dict.get("step", 0)

@@ -164,8 +164,11 @@ class MirrorTracker:
         if update.indices is None:
             self._parameters -= update.values
             self._log.clear(clock)
+            return
+        changed = native_changes.apply_update(self._parameters, update.indices, update.values)
+        if self._density >= 1.0:  # `difference` reads no log
+            self._log.clear(clock)
         else:
-            changed = native_changes.apply_update(self._parameters, update.indices, update.values)
             self._log.append(changed, clock)
             self._log.forget(min((marking.clock for marking in self._markings.values()), default=clock))
             self._log.remove_beyond(PART_BESIDE_CLOCKS)
@@ -219,8 +222,7 @@ class MirrorTracker:
             return np.arange(group.begin, group.end), values
         if floor is not None:
             found = self._select_marked(worker, number, k)
-            is_all = floor == SMALLEST and not found.has_nan and self._method.pull_values == "float32"
-            if found.reaching >= k or is_all:  # float32 answers omit zeros
+            if found.reaching >= k or (floor == SMALLEST and not found.has_nan):  # zeros are not sent
                 return group.begin + found.indices, found.values
         return self._scan(worker, number, k)
 

@@ -126,8 +126,13 @@ class Worker:
             feedback["threshold"] = self._kept[name].state
         return feedback
 
-    def check_feedback(self, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        """Raise ValueError if error feedback, {name: {kind: array}}, is of another method, or not finite."""
+    def check_feedback(self, arrays: Mapping[str, Mapping[str, np.ndarray]], method: str | None = None) -> None:
+        """Raise ValueError if error feedback, {name: {kind: array}}, is of another method, or not finite.
+
+        method: the name of the method that it is of; None: not known, as in states of earlier versions.
+        """
+        if method not in (None, self.method.name):
+            raise ValueError(f"the state is of another method: {method} there, {self.method.name} here")
         for name, found in arrays.items():
             expected = {kind: part.size for kind, part in self.feedback_of(name).items()}
             sizes = {kind: np.size(part) for kind, part in found.items()}
@@ -137,9 +142,9 @@ class Worker:
                 if not np.isfinite(part).all():
                     raise ValueError(f"the state of {name} must be finite, got NaN or infinity in its {kind}")
 
-    def load_feedback(self, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+    def load_feedback(self, arrays: Mapping[str, Mapping[str, np.ndarray]], method: str | None = None) -> None:
         """Restore the error feedback of tensors; if `check_feedback` raises, nothing changes."""
-        self.check_feedback(arrays)
+        self.check_feedback(arrays, method)
         for name, found in arrays.items():
             for kind, part in self.feedback_of(name).items():
                 part[:] = np.reshape(found[kind], -1)
@@ -260,14 +265,16 @@ class Worker:
     def _take(self, update: Update, density: float) -> None:
         """Subtract the sent values from the residual (SAMomentum retains a fraction), and mask the velocity.
 
-        Where every element is sent, none is delayed, and momentum needs no masking (DGC, section 3.3).
+        Where every element of a group is sent, none is delayed, and momentum needs no masking (DGC, section 3.3).
         """
         self.residual[update.at] -= update.values
         if self.method.retained:
             self.residual[update.at] += np.float32(self.method.retained) * update.values
         if self.method.masks_velocity and density < 1.0:
-            selected = np.searchsorted(update.indices, self.layout.sparse_numel)
-            self.velocity[update.indices[:selected]] = 0.0
+            for group in self._groups:
+                if group.count(density) < group.end - group.begin:
+                    first, last = np.searchsorted(update.indices, (group.begin, group.end))
+                    self.velocity[update.indices[first:last]] = 0.0
 
     def _cut(self, update: Update, servers: set[int]) -> Messages:
         """Return a push for each server: for `servers`, the entries in their shards; for the others, no entries."""

@@ -120,7 +120,7 @@ class DgsOracle:
         return r * mask
 
     def dgc_async(self, k, j, g):
-        """Deep Gradient Compression, Algorithm 3, lines 11 to 16; Appendix B. Dense layers have ordinary momentum."""
+        """Deep Gradient Compression, Algorithm 3, lines 11 to 16; Appendix B. Layers sent whole have plain momentum."""
         if self.nesterov:
             self.u[k][j] = self.m * (self.u[k][j] + g)
             v = self.r[k][j] + self.u[k][j] + g
@@ -129,7 +129,7 @@ class DgsOracle:
             v = self.r[k][j] + self.u[k][j]
         mask = self.mask(v, self.density)
         self.r[k][j] = v * ~mask
-        if v.size >= self.dense_below and self.density < 1.0:
+        if not mask.all():
             self.u[k][j] = self.u[k][j] * ~mask
         return v * mask
 

@@ -45,6 +45,36 @@ def test_a_worker_that_is_already_in_the_next_session(run_job, roles):
     assert len(starts) >= 4 and len(set(starts)) == 1, output  # the first server's model, not one that is trained
 
 
+@pytest.mark.parametrize("servers", [1, "colocated"])
+def test_two_sessions_side_by_side(run_job, servers):
+    """As of a GAN. A rank that only serves has one of them in a thread: `serve` returns when its workers have left."""
+    code, output = run_job(
+        f"""
+        import threading
+        from hvd_sparse.parameter_server import ASGD
+
+        communicators = [MPI.COMM_WORLD.Dup() for _ in range(2)]  # which all ranks do together
+        one, other = (Job(ASGD(), communicator=each, servers={servers!r}) for each in communicators)
+        if one.is_worker:
+            for _ in range(3):
+                one.train(1)
+                other.train(2)
+            for session in (one, other):
+                print("pushes", session.worker.traffic.pushes)
+                session.close()
+        else:
+            thread = threading.Thread(target=one.serve)
+            thread.start()
+            print("departures", other.serve())
+            thread.join()
+        print("ended", RANK)
+        """,
+        ranks=2,
+    )
+    assert code == 0 and output.count("ended") == 2, output
+    assert output.count("pushes 3") == output.count("pushes 6") == (1 if servers == 1 else 2), output
+
+
 def test_a_run_begins_with_the_model_of_the_first_server(run_job):
     """Statistics of batch normalisation with it: a pretrained model need be loaded on that rank only."""
     code, output = run_job(

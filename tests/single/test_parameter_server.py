@@ -113,15 +113,43 @@ def test_msgd_is_momentum_sgd_on_one_worker(nesterov):
         Simulation(method, start(), 2)
 
 
-@pytest.mark.parametrize(("numel", "density"), [(8, 0.01), (2000, 1.0)], ids=["small", "density 1"])
+WHOLE = {  # elements, settings
+    "small": (8, {"density": 0.01}),
+    "density 1": (2000, {"density": 1.0}),
+    "one element": (1, {"density": 0.01, "min_numel": 1}),
+    "k is rounded up": (4, {"density": 0.9, "min_numel": 1}),
+    "k is rounded up, jointly": (4, {"density": 0.9, "min_numel": 1, "scope": "model"}),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
 @pytest.mark.parametrize("values", ["float32", "int2"])
-def test_what_is_sent_whole_has_ordinary_momentum_with_dgc(numel, density, values):
+def test_what_is_sent_whole_has_ordinary_momentum_with_dgc(case, values):
     """Velocities 1, 1.5 and 1.75: no element is delayed, so none is masked."""
-    method = METHODS["dgc_async"](momentum=0.5, density=density, values=values)
+    numel, settings = WHOLE[case]
+    method = METHODS["dgc_async"](momentum=0.5, values=values, **settings)
     simulation = Simulation(method, {"w": np.zeros(numel, np.float32)}, 1)
     for _ in range(3):
         simulation.step(0, lambda worker, theta: {"w": np.ones(numel, np.float32)}, 1.0)
     np.testing.assert_array_equal(simulation.parameters()["w"], np.full(numel, -4.25))
+
+
+def test_only_tensors_of_which_a_part_is_sent_are_masked_with_dgc():
+    """Of four gradients, the first and last tensor send all of it, the others the first element alone."""
+    method = METHODS["dgc_async"](momentum=0.5, density=0.25, min_numel=1)
+    gradients = {
+        name: np.arange(size, 0, -1, dtype=np.float32) for name, size in zip("abcd", (1, 4, 4, 1), strict=True)
+    }
+    simulation = Simulation(method, {name: np.zeros(array.size) for name, array in gradients.items()}, 1)
+    for _ in range(2):
+        simulation.step(0, lambda worker, theta: gradients, 1.0)
+    feedback = {name: simulation.workers[0].feedback_of(name)["velocity"] for name in gradients}
+    for name in "bc":  # residuals 4 3 2 1, then 4 7.5 5 2.5
+        np.testing.assert_array_equal(feedback[name], [6.0 - 2.0, 0.0, 3.0, 1.5])
+        np.testing.assert_array_equal(simulation.parameters()[name], [-4.0, -7.5, 0.0, 0.0])
+    for name in "ad":
+        np.testing.assert_array_equal(feedback[name], [1.5])
+        np.testing.assert_array_equal(simulation.parameters()[name], [-2.5])
 
 
 @pytest.mark.parametrize("values", ["int1", "int2"])
@@ -162,6 +190,22 @@ def test_a_worker_that_joins_again_goes_on_with_its_schedule():
     worker = simulation.workers[0]
     assert (worker.incarnation, worker.sequence, worker.step) == (1, 2, 8)
     assert worker.traffic.entries_up - before == 2 * (12 + 5 + 1)
+
+
+def test_a_silent_worker_is_dropped_in_a_simulation():
+    """At 1.5 seconds worker 1 has said nothing since it joined; when it comes, it joins again."""
+    time = [0.0]
+    simulation = Simulation(
+        METHODS["dgs"](min_numel=1), {"w": np.zeros(8, np.float32)}, 2, 2, silence=1.0, now=lambda: time[0]
+    )
+    for _ in range(2):
+        time[0] += 0.75
+        simulation.step(0, lambda worker, theta: {"w": np.ones(8, np.float32)}, 0.5)
+    for server in simulation.servers:
+        assert server.departures == {1: "no sign of life for 1 seconds"}
+    simulation.step(1, lambda worker, theta: {"w": np.ones(8, np.float32)}, 0.5)
+    for server in simulation.servers:
+        assert server.departures == {} and server.statistics.pushes == 3
 
 
 @pytest.mark.parametrize(

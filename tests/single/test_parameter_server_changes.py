@@ -104,8 +104,7 @@ class Scan:
         found = []
         for group in self.groups:
             size = group.end - group.begin
-            dense = size < self.method.min_numel or (group.begin >= LAYOUT.sparse_numel)
-            k = size if dense else top_k_count(size, self.method.pull_density)
+            k = size if size < self.method.min_numel else top_k_count(size, self.method.pull_density)
             found.append(group.begin + reference.select_top_k(difference[group.begin : group.end], k, group.seed)[0])
         indices = np.concatenate(found)
         chosen = Update(indices, difference[indices])
@@ -163,6 +162,30 @@ def test_settled_answers_need_no_pass_over_all(monkeypatch):
         tracker.apply(update, clock)
         tracker.difference(clock % 8)
     assert next(passes) <= 40  # of 400
+
+
+@pytest.mark.parametrize("values", ["float16", "bfloat16", "int2", "int1"])
+def test_differences_that_run_out_need_no_pass_over_all(monkeypatch, values):
+    """All that differ are marked, fewer than k of them."""
+    monkeypatch.delattr(MirrorTracker, "_scan")
+    method = METHODS["dgs"](pull_density=0.1, pull_values=values, min_numel=20)
+    parameters = np.zeros(NUMEL, np.float32)
+    tracker = MirrorTracker(parameters, method, PIECES, 0)
+    tracker.join(0)
+    for clock, update in zip(range(1, 6), updates_of(7, ["few"]), strict=False):
+        tracker.apply(Update(update.indices[:50], np.sign(update.values[:50])), clock)
+        found = tracker.difference(0)
+        assert (found.indices == update.indices[:50]).all()
+        assert (tracker._mirrors[0] == parameters).all()
+
+
+def test_rounded_answers_alone_need_mirrors_only():
+    tracker = MirrorTracker(np.zeros(NUMEL, np.float32), METHODS["dgs"](pull_values="float16"), PIECES, 0)
+    tracker.join(0)
+    for clock, update in zip(range(1, 30), updates_of(0, ["few", "few", "all"]), strict=False):
+        tracker.apply(update, clock)
+        tracker.answer(0, clock)
+        assert tracker.nbytes == 4 * NUMEL
 
 
 def test_memory_is_that_of_clocks_or_mirrors_and_an_eighth_and_half_of_the_parameters():

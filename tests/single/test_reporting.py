@@ -195,3 +195,12 @@ def test_the_synthetic_benchmarks_report_the_spread_of_measurements(load, capsys
     result = strict(capsys.readouterr().out)
     assert result["samples_per_second_per_rank"] == 4.5
     assert result["samples_per_second_spread"] == pytest.approx(1.96 * 1.5)
+
+
+@pytest.mark.parametrize("ending", [{"pushes": 12}, {"departures": {1: "ValueError: x", 3: ""}}])
+def test_the_first_worker_waits_for_the_others_unless_they_have_left(load, ending):
+    pytest.importorskip("mpi4py")
+    asked = {"pushes": 9, "departures": {}}, {"pushes": 9, "departures": {1: "ValueError: x"}}
+    answers = iter([{"all": answer} for answer in (*asked, {**asked[1], **ending})])
+    load("asynchronous_run").wait_for_others(SimpleNamespace(stats=lambda: next(answers)), 12, 3)
+    assert next(answers, None) is None

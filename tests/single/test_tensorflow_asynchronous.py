@@ -3,6 +3,8 @@
 With one worker the order of messages is determined, so both frameworks must agree bit for bit.
 """
 
+import io
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -281,12 +283,46 @@ def test_a_resumed_run_is_the_uninterrupted_one(means, name, settings, tmp_path)
     assert_same(resumed(means, tmp_path, range(7, 12), method, str(tmp_path / "server.npz")), whole)
 
 
-def test_a_state_of_another_method_is_refused():
-    with asynchronous.connect([tf.Variable(tf.zeros([5]), name="a")], make("dgc_async"), **OPTIONS) as session:
-        state = session.optimizer(0.1).state_dict()
-    state["memory"]["a"]["residual"] += 1.0
+def saved(name, tmp_path):
+    """Return a state of a method, and its file of a `tf.train.Checkpoint`."""
+    with asynchronous.connect([tf.Variable(tf.zeros([5]), name="a")], make(name), **OPTIONS) as session:
+        optimizer = session.optimizer(0.1)
+        session.worker.residual[:] = 1.0
+        return optimizer.state_dict(), tf.train.Checkpoint(optimizer=optimizer).save(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("dgc_async", "dgs"), ("gd_async", "dgs"), ("dgs", "gd_async"), ("msgd", "dgc_async")]
+)
+def test_a_state_of_another_method_is_refused(theirs, ours, tmp_path):
+    """Also of one that has the same arrays."""
+    state, path = saved(theirs, tmp_path)
+    with asynchronous.connect([tf.Variable(tf.zeros([5]), name="a")], make(ours), **OPTIONS) as session:
+        optimizer = session.optimizer(0.1)
+        for load in (optimizer.load_state_dict, lambda _: tf.train.Checkpoint(optimizer=optimizer).restore(path)):
+            with pytest.raises(ValueError, match=f"of another method: {theirs} there, {ours} here"):
+                load(state)
+            assert not session.worker.residual.any()
+
+
+def test_a_state_without_its_method_is_loaded(tmp_path):
+    """Of an earlier version."""
+    state, _ = saved("dgs", tmp_path)
+    assert state.pop("method") == "dgs"
     with asynchronous.connect([tf.Variable(tf.zeros([5]), name="a")], make("dgs"), **OPTIONS) as session:
         optimizer = session.optimizer(0.1)
+        optimizer.load_state_dict(state)
+        assert (session.worker.residual == 1.0).all()
+        np.savez(file := io.BytesIO(), **{"residual/a": np.full(5, 2.0, np.float32)})
+        optimizer.memory.deserialize(file.getvalue())
+        assert (session.worker.residual == 2.0).all()
+
+
+def test_a_state_of_other_arrays_is_refused():
+    with asynchronous.connect([tf.Variable(tf.zeros([5]), name="a")], make("dgs"), **OPTIONS) as session:
+        optimizer = session.optimizer(0.1)
+        state = optimizer.state_dict()
+        state["memory"]["a"]["velocity"] = state["memory"]["a"]["residual"] + 1.0
         with pytest.raises(ValueError, match=r"the state of a must have .*, got .*velocity.* of another method"):
             optimizer.load_state_dict(state)
         assert not session.worker.residual.any()

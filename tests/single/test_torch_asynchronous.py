@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 import warnings
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 from torch_session import SMALL, learn, network, numbers, same
 
-from hvd_sparse.parameter_server import Simulation
+from hvd_sparse.parameter_server import ServerRefused, Simulation
+from hvd_sparse.parameter_server.protocol import Reason
 from hvd_sparse.parameter_server.server import departures
 from hvd_sparse.torch.asynchronous import DGS, MSGD, DCTAsync, DGCAsync, GradientDroppingAsync
 
@@ -303,3 +305,33 @@ def test_overlap_takes_each_answer_one_step_later(join):
     session.synchronize()
     assert not torch.equal(numbers(model)["0.weight"], changed["0.weight"])
     same(session.global_state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_after_a_late_answer_training_goes_on(join, monkeypatch, overlap):
+    """The step that raised TimeoutError has pushed: the next one takes the answer to it first."""
+    model = network()
+    session = join(model, overlap=overlap, timeout=1.0)
+    server, optimizer = session._local.servers[0], session.optimizer(lr=0.1)
+    push = server._push
+    monkeypatch.setattr(server, "_push", lambda message, record: (time.sleep(1.5), push(message, record))[1])
+    with pytest.raises(TimeoutError, match="no answer from the servers"):
+        learn(model, optimizer, 1 + overlap)
+    monkeypatch.setattr(server, "_push", push)
+    learn(model, optimizer, 2)
+    session.synchronize()
+    assert server.statistics.pushes == session.worker.traffic.pushes == 3
+    same(session.global_state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_each_step_after_a_refusal_says_why(join, monkeypatch, overlap):
+    model = network()
+    session = join(model, overlap=overlap)
+    server, optimizer = session._local.servers[0], session.optimizer(lr=0.1)
+    monkeypatch.setattr(server, "_push", lambda message, record: server._refusal(Reason.WRONG, message, "no more"))
+    for steps in (1 + overlap, 1, 1):
+        with pytest.raises(ServerRefused, match="no more"):
+            learn(model, optimizer, steps)
+    with pytest.raises(ServerRefused, match="no more"):
+        session.close()

@@ -58,6 +58,43 @@ def test_its_own_state_changes_nothing(join, method):
         same(one, other)
 
 
+ALIKE = [  # methods whose error feedback has the same names and sizes
+    (GradientDroppingAsync(**SMALL), DGS(**SMALL)),
+    (DGS(**SMALL), GradientDroppingAsync(**SMALL)),
+    (GradientDroppingAsync(**SMALL), ASGD()),
+    (MSGD(), DGCAsync(**SMALL)),
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), ALIKE, ids=lambda method: method.name)
+def test_the_state_of_a_method_with_the_same_buffers_is_refused(join, theirs, ours):
+    """DGS's residual is its momentum; it would apply that of another method 1 / (1 - m) times."""
+    model = network()
+    optimizer = join(model, theirs).optimizer(lr=0.1)
+    learn(model, optimizer, 2)
+    state = copy.deepcopy(optimizer.state_dict())
+    session = join(network(), ours)
+    optimizer = session.optimizer(lr=0.2)
+    with pytest.raises(ValueError, match=f"the state is of another method: {theirs.name} there, {ours.name} here"):
+        optimizer.load_state_dict(state)
+    assert not session.worker.residual.any() and session.worker.step == 0 and optimizer.param_groups[0]["lr"] == 0.2
+
+
+def test_a_state_without_its_method_is_loaded(join):
+    """Of an earlier version."""
+    model = network()
+    session = join(model, DGS(**SMALL))
+    optimizer = session.optimizer(lr=0.1)
+    learn(model, optimizer, 2)
+    state = copy.deepcopy(optimizer.state_dict())
+    assert state.pop("method") == "dgs"
+    residual = session.worker.residual.copy()
+    assert residual.any()
+    learn(model, optimizer, 2)
+    optimizer.load_state_dict(state)
+    assert (session.worker.residual == residual).all() and session.worker.step == 2
+
+
 def test_states_of_others_are_refused(join):
     other = copy.deepcopy(join(network(), DGCAsync(**SMALL)).optimizer(lr=0.1).state_dict())
     wider = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 2))
