@@ -125,9 +125,9 @@ def _holds(gradients, tensor) -> bool:
 class Traced:
     """A gradient between its compress and its decompress, during tracing."""
 
-    def __init__(self, arrival: Arrival, step: Round):
+    def __init__(self, arrival: Arrival, now: Round):
         self.arrival = arrival
-        self.step = step
+        self.now = now
 
 
 class TracedCall:

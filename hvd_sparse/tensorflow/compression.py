@@ -156,7 +156,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         """Return the reduced gradient, of the variable's shape and the gradient's type."""
         if ctx is None:
             return tensor
-        return self._parts.step.result(ctx.arrival, ctx.step, tensor)
+        return self._parts.step.result(ctx.arrival, ctx.now, tensor)
 
     def stats(self, session=None) -> dict:
         """Return this rank's traffic, and the norm of its residuals.
@@ -292,8 +292,8 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
 
     def _make_error_feedback(self) -> None:
         parts = self._parts
-        decays = parts.algorithm.weight_decays((name, parts.variables[name]) for name in parts.variables)
         variables = {name: parts.variables[name] for name in parts.variables}
+        decays = parts.algorithm.weight_decays(variables.items())
         hosts = make_hosts(parts.algorithm, variables, decays, parts.exchange)
         own, dense, shards = parts.algorithm, parts.algorithm, {}
         if hosts is not None:
@@ -367,14 +367,14 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         with outer.as_default(), tf.control_dependencies(None), on_host(parts.step.device):
             suffix = f".{number}" if number else ""
             log = self._report if parts.logs else None
-            arrivals, step = parts.step.build(gradients, self._factors(call), suffix, description, log)
-        parts.call = TracedCall(call, {position: Traced(arrivals[name], step) for position, name in positions.items()})
+            arrivals, now = parts.step.build(gradients, self._factors(call), suffix, description, log)
+        parts.call = TracedCall(call, {position: Traced(arrivals[name], now) for position, name in positions.items()})
         return parts.call
 
-    def _report(self, step: int) -> None:
-        """Report a step to the writer that is set at present, as a graph that was traced with one does."""
+    def _report(self, steps: int) -> None:
+        """Report the last step to the writer that is set at present, as a graph that was traced with one does."""
         if self._parts.log is not None:
-            self._parts.log(step)
+            self._parts.log(steps)
 
     def _factors(self, call: Call) -> tuple[float, int, tf.Tensor | None]:
         self._parts.averages = call.reduction == hvd.Average

@@ -1,8 +1,9 @@
 """The error feedback of one variable: residual and velocity, and their update rules.
 
 The twin of `hvd_sparse.torch.error_feedback`, with the same names, arithmetic and rounding: the payloads of the two
-frameworks are equal bit for bit. Two things differ: a buffer is a tf.Variable, created before any tracing, and an
-update is an operation in a graph, on which later operations have to depend.
+frameworks are equal bit for bit. Three things differ: a buffer is a tf.Variable, created before any tracing; an update
+is an operation in a graph, on which later operations have to depend; and TensorFlow may reorder the additions of a
+dense tensor.
 """
 
 import math
@@ -126,7 +127,10 @@ class ErrorFeedback(tf.__internal__.tracking.AutoTrackable):
         return *self._cut(whole, most * units.incoming), ops.all_finite(whole)
 
     def after_sending(self, left: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Return the buffers' content at `indices` after sending; `left` is the rounding error in the payload."""
+        """Return {buffer: its values at the sent elements}.
+
+        left: the values of the residual: the rounding error in the payload, plus `retained` times what was sent.
+        """
         return {"residual": left}
 
     def _local(self, gradient: tf.Tensor, factor: tf.Tensor, units: Units) -> tf.Tensor:
@@ -195,7 +199,7 @@ class MomentumCorrection(ErrorFeedback):
         return tf.reshape(sent, self.variable.shape), after, tf.logical_and(finite, ops.all_finite(sent))
 
     def after_sending(self, left: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Return the buffers' content at `indices` after sending: factor masking clears the velocity (section 3.3)."""
+        """Return {buffer: its values at the sent elements}: factor masking clears the velocity (section 3.3)."""
         after = super().after_sending(left)
         return {**after, "velocity": tf.zeros_like(left)} if self.algorithm.factor_masking else after
 
@@ -293,8 +297,8 @@ def read_after(variable: tf.Variable, operation) -> tf.Tensor:
         return variable.read_value()
 
 
-def clip_factor(algorithm: Algorithm, units: Units, gradients: list[tf.Tensor], device: str = CPU) -> tf.Tensor:
-    """Return the float32 factor that converts gradients to units of the residual and clips by their joint L2 norm.
+def clip_ratio(algorithm: Algorithm, units: Units, gradients: list[tf.Tensor], device: str) -> tf.Tensor:
+    """Return the factor, a float64 scalar, that clips gradients of this rank by their joint L2 norm; at most 1.
 
     Elements that are not finite count as zero. device: that of the error feedback.
     """
@@ -302,4 +306,4 @@ def clip_factor(algorithm: Algorithm, units: Units, gradients: list[tf.Tensor], 
         norm = tf.sqrt(tf.add_n([sum_of_squares(gradient, device) for gradient in gradients]))
     bound = units.clip_bound(algorithm.clip_norm)
     # Without a division by a norm of 0: its infinity, though unused, would stop a program with check_numerics.
-    return tf.cast(bound / tf.maximum(norm, bound) * units.incoming, tf.float32)
+    return bound / tf.maximum(norm, bound)

@@ -21,7 +21,8 @@ from hvd_sparse.configuration_check import AGREE_SECONDS, check_failed, digest, 
 from hvd_sparse.members import Members, is_elastic
 from hvd_sparse.pieces import WORD_BYTES, Pieces, plan_pieces
 
-PRESENCE_NUMBERS = 2 * (1 + 1 + 1 + 1 + 6)  # length of the presence sum
+# Of the presence sum: presence, step, loss scale, misplaced and six of the digest, each with its square.
+PRESENCE_NUMBERS = 2 * (1 + 1 + 1 + 1 + 6)
 STARTING, LOADING, SUMMING = b"S", b"L", b"M"  # why a rank waits for all others: settings, a state to load or to sum
 
 

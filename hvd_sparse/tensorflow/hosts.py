@@ -18,7 +18,6 @@ from hvd_sparse.hierarchy import algorithm_between_hosts, find_hierarchy, shard_
 from hvd_sparse.process_sets import process_sets_of
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.tensorflow.codecs.base import Arrival, Round, once, round_to_half
-from hvd_sparse.tensorflow.error_feedback import clip_factor
 from hvd_sparse.tensorflow.exchange import Exchange, in_time
 from hvd_sparse.units import Units
 
@@ -99,8 +98,7 @@ class Hosts:
         for arrival in arrivals:
             whole = tf.reshape(tf.cast(arrival.gradient, tf.float32), [-1])
             if algorithm.clips is not None:
-                factor = arrival.factor if algorithm.clips == "model" else clip_factor(algorithm, now.units, [whole])
-                whole *= factor / incoming
+                whole *= tf.cast(arrival.clip_ratio, tf.float32)
             for part, piece in zip(parts, tf.split(whole, np.diff(self.cuts[arrival.name])), strict=True):
                 part.append(piece)
         sizes = [sum(int(piece.shape[0]) for piece in part) for part in parts]

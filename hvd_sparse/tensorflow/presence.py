@@ -9,7 +9,7 @@ over ranks of a few numbers and of their squares.
 import tensorflow as tf
 
 from hvd_sparse.announcement import BETWEEN_STEPS, RANKS_APART, STEP_MODULUS
-from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
+from hvd_sparse.tensorflow.exchange import PRESENCE_NUMBERS, Exchange, digest_numbers
 
 JOINED = "hvd_sparse does not work with hvd.join(): Horovod cannot gather from ranks that joined. Ranks that take part"
 STEPS_DIFFER = "hvd_sparse: the ranks are not at the same step; load the state on every rank or on none. Step number"
@@ -48,7 +48,7 @@ def check_presence(
     tolerances = [0.0, 0.0, SCALES_TOLERANCE, MUST_BE_ZERO, *[0.0] * len(digests)]
     is_scale = [message is SCALES_DIFFER for message in messages[:-1]]
     own = tf.stack([1.0, tf.cast(step % STEP_MODULUS, tf.float64), loss_scale, misplaced, *digests])
-    sent, ranks = tf.concat([own, tf.square(own)], 0), exchange.size()
+    sent, ranks = tf.ensure_shape(tf.concat([own, tf.square(own)], 0), [PRESENCE_NUMBERS]), exchange.size()
 
     sums, squares = tf.split(exchange.allreduce(f"present{suffix}", sent), 2)
     squared = tf.square(sums)
@@ -61,4 +61,4 @@ def check_presence(
     own_and_mean = ["on this rank:", tf.gather(own, first), "mean:", tf.gather(sums, first) / ranks]
     # Not tf.debugging.Assert, which traces a tf.cond around its operation.
     check = tf.raw_ops.Assert(condition=tf.reduce_all(right), data=[tf.gather(messages, message), *own_and_mean])
-    return check, 8 * sent.shape[0]
+    return check, 8 * PRESENCE_NUMBERS

@@ -16,7 +16,8 @@ def reduce_gradients(gradients: Iterable, variables: Iterable, **options) -> lis
     Args:
         gradients: One tensor for each variable, of its shape and type, or None on all ranks alike. `tf.IndexedSlices`
             become dense.
-        variables: The variables, in the same order; those of Keras 3, too.
+        variables: The variables, in the same order; those of Keras 3, too. One that is listed several times, with its
+            whole gradient each time, is reduced once.
         options: Arguments of `hvd.DistributedGradientTape`: `compression`, `op`, `process_set` and others.
 
     Returns:
@@ -37,12 +38,19 @@ def reduce_gradients(gradients: Iterable, variables: Iterable, **options) -> lis
                 f"gradients[{place}] must have the shape {variables[place].shape} of {variables[place].name}, got "
                 f"{gradient.shape}: pass gradients and variables in the same order"
             )
-    sources = [variables[place] for place in given]
+        if tf.as_dtype(gradient.dtype) != variables[place].dtype:
+            raise ValueError(
+                f"gradients[{place}] must have the type {variables[place].dtype.name} of {variables[place].name}, got "
+                f"{tf.as_dtype(gradient.dtype).name}: use tf.cast"
+            )
+    once: dict = {}  # the first place of each variable
+    for place in given:
+        once.setdefault(variables[place].ref(), place)
+    sources = [reference.deref() for reference in once]
     with tf.GradientTape() as tape:
         tape.watch(sources)
         targets = [tf.identity(variable) for variable in sources]
     tape = hvd.DistributedGradientTape(tape, **options)
-    reduced = tape.gradient(targets, sources, output_gradients=list(given.values()))
-    for place, gradient in zip(given, reduced, strict=True):
-        gradients[place] = gradient
-    return gradients
+    reduced = tape.gradient(targets, sources, output_gradients=[given[place] for place in once.values()])
+    found = dict(zip(once, reduced, strict=True))
+    return [found[variables[place].ref()] if place in given else None for place in range(len(variables))]

@@ -32,7 +32,7 @@ from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs import CODECS
 from hvd_sparse.tensorflow.codecs.base import Arrival, Round, once
 from hvd_sparse.tensorflow.devices import CPU, beside, on_host
-from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, clip_factor
+from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, clip_ratio
 from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.hosts import Hosts
 from hvd_sparse.tensorflow.presence import check_presence
@@ -337,19 +337,20 @@ class Step:
         """Set each gradient's factor, from the gradient to units of the error feedback, including clipping."""
         gradients = [arrival.gradient for arrival in arrivals]
         if self.algorithm.clips == "tensor":
-            factors = [clip_factor(self.algorithm, units, [gradient], self.device) for gradient in gradients]
+            ratios = [clip_ratio(self.algorithm, units, [gradient], self.device) for gradient in gradients]
         elif self.algorithm.clips == "model":
-            factors = [clip_factor(self.algorithm, units, gradients, self.device)] * len(arrivals)
+            ratios = [clip_ratio(self.algorithm, units, gradients, self.device)] * len(arrivals)
         else:
-            factors = [tf.cast(units.incoming, tf.float32)] * len(arrivals)
-        for arrival, factor in zip(arrivals, factors, strict=True):
-            arrival.factor = factor
+            ratios = [1.0] * len(arrivals)
+        for arrival, ratio in zip(arrivals, ratios, strict=True):
+            arrival.clip_ratio, arrival.factor = ratio, tf.cast(ratio * units.incoming, tf.float32)
 
     def _carry(self, arrival: Arrival, now: Round) -> None:
         """Set the tensor that Horovod all-reduces: a token, or the dense tensor."""
         if arrival.is_sparse and (now.is_dense is None or self.hosts is not None):
-            arrival.carried = now.token
-            now.counted.add(payload_bytes=8)
+            # In the type of a dense gradient: `groups` of Horovod all-reduce tensors of one type together.
+            arrival.carried = tf.cast(now.token, arrival.feedback.dense_dtype(arrival.gradient))
+            now.counted.add(payload_bytes=TOKEN_ELEMENTS * arrival.carried.dtype.size)
             return
         sent, size = arrival.taken[0], tf.constant(arrival.feedback.size, tf.int64)
         with beside(self.device):

@@ -72,10 +72,13 @@ def test_a_sparse_gradient_that_gets_no_momentum_is_warned_of(sparse_as_dense, m
     assert len(told) == (1 if momentum and not sparse_as_dense and hvd.rank() == 0 else 0)
 
 
-@pytest.mark.parametrize("groups", [None, 1, 5, "lists"])
+@pytest.mark.parametrize(
+    ("groups", "dtype"),
+    [(None, "float32"), (1, "float32"), (5, "float32"), ("lists", "float32"), (1, "float64")],
+)
 @pytest.mark.parametrize("scope", ["tensor", "model"])
-def test_groups(groups, scope):
-    variables = [tf.Variable(tf.zeros([100 + 10 * i]), name=f"v{i}") for i in range(5)]  # Horovod groups by name
+def test_groups(groups, dtype, scope):
+    variables = [tf.Variable(tf.zeros([100 + 10 * i], dtype), name=f"v{i}") for i in range(5)]  # grouped by name
     gradients = [np.arange(100 + 10 * i) * (hvd.rank() + 1.0) for i in range(5)]
     compression = Compression.gradient_dropping(variables, density=0.1, min_numel=105, scope=scope)
     chosen = [[variables[3], variables[1]], [variables[0]]] if groups == "lists" else groups
@@ -84,9 +87,9 @@ def test_groups(groups, scope):
     def reduce():
         with tf.GradientTape() as tape:
             terms = zip(variables, gradients, strict=True)
-            loss = tf.add_n([tf.reduce_sum(v * tf.constant(g, tf.float32)) for v, g in terms])
+            loss = tf.add_n([tf.reduce_sum(v * tf.cast(g, dtype)) for v, g in terms])
         tape = hvd.DistributedGradientTape(tape, compression=compression, groups=chosen, op=hvd.Sum)
-        return tape.gradient(loss, variables)
+        return [tf.cast(reduced, tf.float64) for reduced in tape.gradient(loss, variables)]
 
     out = [np.zeros(v.shape) for v in variables]
     for _ in range(3):

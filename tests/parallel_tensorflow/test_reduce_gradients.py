@@ -84,7 +84,25 @@ def test_what_does_not_fit_is_refused():
     wrong = [tf.zeros([3, 1, 1, 1]) for _ in variables]
     with pytest.raises(ValueError, match=r"gradients\[0\] must have the shape .* got \(3, 1, 1, 1\)"):
         reduce_gradients(wrong, variables)
+    with pytest.raises(ValueError, match=r"gradients\[0\] must have the type float32 .* got float64"):
+        reduce_gradients([tf.zeros(one.shape, tf.float64) for one in variables], variables)
     assert_alive()
+
+
+@several
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_variable_that_is_listed_twice_is_reduced_once(compressed):
+    """Tied weights: the tape gives the whole gradient at both places."""
+    tied, other = tf.Variable(tf.zeros([200])), tf.Variable(tf.zeros([3]))
+    made = Compression.topk([tied, other], density=0.05, min_numel=100) if compressed else hvd.Compression.none
+    listed, rows = [tied, other, tied], tf.range(200.0)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tied * rows) + tf.reduce_sum(other)
+    first, second, third = reduce_gradients(tape.gradient(loss, listed), listed, compression=made, op=hvd.Sum)
+    kept = np.where(np.arange(200) < (190 if compressed else 0), 0.0, np.arange(200.0))
+    for found in (first, third):
+        np.testing.assert_array_equal(found.numpy(), hvd.size() * kept)
+    np.testing.assert_array_equal(second.numpy(), [hvd.size()] * 3)
 
 
 @several

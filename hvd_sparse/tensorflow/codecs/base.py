@@ -30,7 +30,8 @@ class Arrival:
     gradient: tf.Tensor
     feedback: ErrorFeedback
     is_sparse: bool  # whether it is sent as a payload in any step
-    factor: tf.Tensor | None = None  # the factor of the gradient when it is accumulated
+    clip_ratio: tf.Tensor | float = 1.0
+    factor: tf.Tensor | None = None  # the factor of the gradient when it is accumulated, with the clip ratio
     carried: tf.Tensor | None = None  # the tensor for Horovod's all-reduce: a token or dense
     taken: list | None = None  # the dense tensor, and a dict of the buffers' next content
     decode: Callable[[], tf.Tensor] | None = None  # returns the reduced gradient, float32[n]
@@ -169,7 +170,7 @@ class Codec(abc.ABC):
     def _clear_parts(
         self, arrivals: list[Arrival], indices: tf.Tensor, values: tf.Tensor, left: tf.Tensor, now: Round
     ) -> list[tf.Operation]:
-        """Clear the sent entries in each variable; left: their rounding errors."""
+        """Clear the sent entries in each variable; left: what their residuals keep."""
         done = []
         for arrival, own, old, rest in self._cut(arrivals, indices, values, left):
             done += self._clear(arrival.feedback, own, old, rest, now)
