@@ -33,12 +33,6 @@ TENSORFLOW2_DIGITS = {name: DIGITS[name] for name in ("dense", "dgc 0.01", "dgc 
 CHAR_LSTM = {"dense": ["--method", "none"], "dgc 0.001": ["--method", "dgc", "--density", "0.001"]}
 LSTM_RUN = ["--steps", "6000", "--warmup-steps", "600"]
 DIGITS_RUN = ["--batch-size", "2", "--epochs", "40", "--warmup-epochs", "4"]
-EXCHANGES = {  # at equal density, a step changes k elements with a reduce-scatter, and up to N k with a gather
-    f"{method} {density}, {exchange}": ["--method", method, "--density", str(density), "--exchange", exchange]
-    for density in (0.01, 0.001)
-    for method in ("dgc", "gradient_dropping")
-    for exchange in ("gather", "reduce_scatter")
-}
 TRANSFORMER = {  # 6.4 M parameters, AdamW
     "dense": ["--method", "none"],
     **{
@@ -78,8 +72,6 @@ MICRO = {  # k elements change in a step, with top-k on 4 ranks up to 4 k
 }
 EXPERIMENTS = {  # {name: (script, options of all runs, metric, options of each method)}
     "digits": ("pytorch_digits.py", DIGITS_RUN, "accuracy", DIGITS),
-    "exchanges_digits": ("pytorch_digits.py", DIGITS_RUN, "accuracy", EXCHANGES),
-    "exchanges_char_lstm": ("pytorch_char_lstm.py", LSTM_RUN, "perplexity", EXCHANGES),
     "tensorflow2_digits": ("tensorflow2_digits.py", DIGITS_RUN, "accuracy", TENSORFLOW2_DIGITS),
     "char_lstm": ("pytorch_char_lstm.py", ["--steps", "48000", "--warmup-steps", "4800"], "perplexity", CHAR_LSTM),
     "transformer": ("pytorch_transformer.py", ["--steps", "600", "--batch-size", "2"], "loss", TRANSFORMER),

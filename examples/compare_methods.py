@@ -28,6 +28,8 @@ def variant(text):
     method, _, rest = text.partition(":")
     if method not in reporting.METHODS:
         raise argparse.ArgumentTypeError(f"expected one of {', '.join(reporting.METHODS)}, got {method!r}")
+    if rest and method in reporting.DENSE_METHODS:
+        raise argparse.ArgumentTypeError(f"{method} has no settings, got {rest!r}")
     settings = {}
     for pair in filter(None, rest.split(",")):
         name, equals, value = pair.partition("=")

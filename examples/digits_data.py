@@ -50,10 +50,11 @@ def report(example, rows, traffic, seconds, args):
         return
     results = {"accuracy": rows[-1]["accuracy"], "loss": rows[-1]["test_loss"]}
     reporting.print_json(example, args, traffic, **results, seconds=seconds, epochs=args.epochs)
-    path = f"digits-{args.method}.png" if args.plot is None else args.plot
+    method = reporting.method_shown(args)
+    path = f"digits-{method.replace(' ', '_')}.png" if args.plot is None else args.plot
     if path:
         panels = [["train_loss", "test_loss"], ["accuracy"], ["bytes_per_step"]]
-        reporting.plot_curves(rows, "epoch", panels, f"digits, {args.method}, {args.size} ranks", path)
+        reporting.plot_curves(rows, "epoch", panels, f"digits, {method}, {args.size} ranks", path)
 
 
 def load():

@@ -12,6 +12,7 @@ tensor over the density of all.
 import argparse
 import math
 import statistics
+import sys
 
 import char_data
 import horovod.torch as hvd
@@ -61,6 +62,8 @@ def parse_arguments():
     args.host = "horovod"
     args.rank, args.size, args.device, args.sequence_length = hvd.rank(), hvd.size(), "cpu", 32 + CONTEXT - 1
     args.verbose = args.rank == 0 and not args.quiet
+    if args.size == 1:
+        print(reporting.ONE_PROCESS, file=sys.stderr)
     return args
 
 

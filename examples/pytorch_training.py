@@ -22,6 +22,8 @@ def start(parser):
     args = reporting.parse_arguments(parser, host)
     if args.powersgd and (args.host, args.method) != ("ddp", "none"):
         parser.error("--powersgd is for --host ddp --method none")
+    if args.powersgd and getattr(args, "checkpoint", None):
+        parser.error("--checkpoint is not for --powersgd: its error feedback would be lost")
     if args.device is None:
         args.device = "cuda" if host.has_cuda() else "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -184,10 +186,11 @@ def report_steps(example, title, rows, traffic, seconds, args, **settings):
     last = {"perplexity": rows[-1]["perplexity"], "loss": rows[-1]["held_out_loss"], "seconds": seconds}
     curve = [[row["step"], row["held_out_loss"]] for row in rows]
     reporting.print_json(example, args, traffic, **last, curve=curve, **settings)
-    path = f"{example.removeprefix('pytorch_')}-{args.method}.png" if args.plot is None else args.plot
+    method = reporting.method_shown(args)
+    path = f"{example.removeprefix('pytorch_')}-{method.replace(' ', '_')}.png" if args.plot is None else args.plot
     if path:
         panels = [["train_loss", "held_out_loss"], ["perplexity"], ["bytes_per_step"]]
-        reporting.plot_curves(rows, "step", panels, f"{title}, {args.method}, {args.size} ranks", path)
+        reporting.plot_curves(rows, "step", panels, f"{title}, {method}, {args.size} ranks", path)
 
 
 def sum_over_ranks(values, name, args):

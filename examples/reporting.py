@@ -41,6 +41,7 @@ SWITCHES = {  # {switch: the methods that it is for}; other switches are for all
 }
 LOW_BIT = ("int2", "int1")
 THRESHOLD = 0.01  # of hard_threshold, which has no default in the plugin
+ONE_PROCESS = "one process exchanges nothing: it trains dense"
 MIN_NUMEL = 1024  # smaller tensors are sent dense, where an example sets it to look at the others
 
 
@@ -140,14 +141,17 @@ def parse_arguments(parser, hvd):
     if args.nesterov and not args.momentum:
         parser.error("--nesterov needs a --momentum above 0")
     refuse_others(parser, args, SWITCHES, [args.method])
-    for switch, given in (("--level", args.level), ("--granularity", args.granularity)):
-        if given is not None and args.values not in LOW_BIT:
-            parser.error(f"{switch} is for --values {' and '.join(LOW_BIT)}")
+    low_bit = dict.fromkeys(("--level", "--granularity"), LOW_BIT)
+    refuse_others(parser, args, low_bit, [args.values or "float32"], "--values")
+    hosts = dict.fromkeys(("--ranks-per-host", "--between-hosts"), ("hierarchical",))
+    refuse_others(parser, args, hosts, [args.exchange or "gather"], "--exchange")
     if args.nesterov and args.method == "samomentum":
         parser.error("samomentum has no --nesterov: use dgc")
     hvd.init(**({"process_sets": "dynamic"} if args.exchange == "hierarchical" else {}))
     args.rank, args.size = hvd.rank(), hvd.size()
     args.verbose = args.rank == 0 and not args.quiet
+    if args.size == 1 and args.method not in DENSE_METHODS:
+        print(ONE_PROCESS, file=sys.stderr)
     return args
 
 

@@ -32,6 +32,7 @@ def make_compression(model, args, warmup_steps):
     """Make the compressor that the arguments ask for; a single process needs none."""
     method = args.method if args.size > 1 or args.method in reporting.DENSE_METHODS else "none"
     settings = reporting.compression_settings(args, warmup_steps)
+    settings.pop("weight_decay", None)  # Keras' acts on the weights, and not through the gradient: see make_sgd
     variables = model.trainable_variables
     compression = reporting.choose_compression(hvd, "hvd_sparse.tensorflow", method, variables, settings)
     if args.tensorboard and reporting.compresses(args):  # on every rank, or their graphs differ
@@ -40,12 +41,11 @@ def make_compression(model, args, warmup_steps):
 
 
 def make_sgd(args, learning_rate):
-    """Return SGD, without the momentum that the compressor does."""
+    """Return SGD with weight decay, and without the momentum that the compressor does."""
+    decay = args.weight_decay or None
     if reporting.compresses_momentum(args):
-        return tf.keras.optimizers.SGD(learning_rate)
-    return tf.keras.optimizers.SGD(
-        learning_rate, momentum=args.momentum, nesterov=args.nesterov, weight_decay=args.weight_decay or None
-    )
+        return tf.keras.optimizers.SGD(learning_rate, weight_decay=decay)
+    return tf.keras.optimizers.SGD(learning_rate, momentum=args.momentum, nesterov=args.nesterov, weight_decay=decay)
 
 
 @tf.keras.utils.register_keras_serializable("examples")

@@ -19,6 +19,8 @@ torch) with_tensorflow=0 ;;
 tensorflow) with_torch=0 ;;
 *) fail "Horovod for $frameworks" "torch, tensorflow or all" ;;
 esac
+[ -x "$VENV/bin/python" ] ||  # pip would install into the environment of any other python on PATH
+    fail "there is no $VENV/bin/python" "VENV is the folder of an environment (conda: VENV=\$CONDA_PREFIX); make sets up $ROOT/.venv"
 command -v mpirun >/dev/null || fail "there is no mpirun on PATH" "load or install an MPI, or leave MPI=system out"
 # What its setup.py imports, and what it imports at run time: nothing is downloaded where all of it is there.
 step "packages that Horovod needs" python -m pip install --disable-pip-version-check cloudpickle packaging psutil pyyaml setuptools wheel ||

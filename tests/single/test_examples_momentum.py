@@ -1,13 +1,10 @@
-"""In every example, the optimizer has no momentum if the compressor has it."""
+"""In every example, either the optimizer or the compressor has momentum and weight decay."""
 
-import importlib
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 IN_THE_COMPRESSOR = {"dgc", "samomentum"}
 
 
@@ -23,12 +20,6 @@ class Trainer:
 
     def compress(self, method, settings, lr, momentum):
         raise Chosen(settings.get("momentum"), momentum)
-
-
-@pytest.fixture
-def load(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return importlib.import_module
 
 
 def test_the_comparison_gives_one_momentum(load):
@@ -65,5 +56,24 @@ def test_the_optimizers_of_the_training_examples_have_the_other_one(framework, l
         else:
             group = training.make_sgd(args, 0.1).get_config()
         found = float(group["momentum"]), bool(group["nesterov"]), float(group["weight_decay"] or 0.0)
-        in_the_compressor = method in IN_THE_COMPRESSOR and size > 1  # a single process calls no compressor
-        assert found == ((0.0, False, 0.0) if in_the_compressor else (0.8, True, 0.01)), (method, size)
+        expected = (0.8, True, 0.01)
+        if method in IN_THE_COMPRESSOR and size > 1:  # a single process calls no compressor
+            expected = (0.0, False, 0.01 if framework == "tensorflow" else 0.0)
+        assert found == expected, (method, size)
+
+
+@pytest.mark.parametrize(("framework", "expected"), [("torch", 0.01), ("tensorflow", None)])
+def test_the_compressor_has_weight_decay_where_the_optimizer_adds_it_to_the_gradient(framework, expected, load):
+    """Keras' optimizers decay the weights, not through the gradient: with every method the optimizer does it."""
+    reporting = load("reporting")
+    training = load({"torch": "pytorch", "tensorflow": "tensorflow2"}[framework] + "_training")
+    compression = dict.fromkeys(map(reporting.name_of, reporting.SWITCHES))
+    more = {"host": "horovod", "tensorboard": None, "nesterov": False, "clip_norm": 0.0, "rank": 0, "seed": 0}
+    model = torch.nn.Linear(2, 2)
+    if framework == "tensorflow":
+        model = SimpleNamespace(trainable_variables=[])
+    for method in IN_THE_COMPRESSOR:
+        args = SimpleNamespace(**{**compression, **more}, method=method, size=2, momentum=0.8, weight_decay=0.01)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reporting, "choose_compression", lambda *arguments: arguments[-1])
+            assert training.make_compression(model, args, 0).get("weight_decay") == expected

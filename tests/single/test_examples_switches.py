@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hvd_sparse.algorithms import Settings
 from hvd_sparse.parameter_server import METHODS as ASYNCHRONOUS
@@ -30,6 +31,7 @@ GIVEN = {  # {switch: a value, and the compressor's argument}
     "--between-hosts": ("gather", "between_hosts"),
 }
 LOW_BIT = ["--values", "int2"]
+HIERARCHICAL = ["--exchange", "hierarchical"]
 REFUSED = [
     ("dct", ["--scope", "model"], "--scope is for --method dgc, samomentum, gradient_dropping, topk"),
     ("micro", ["--between-hosts", "gather"], "--between-hosts is for --method dgc,"),
@@ -41,8 +43,15 @@ REFUSED = [
     ("none", ["--granularity", "channel"], "--granularity is for --method dgc,"),
     ("hard_threshold", ["--density", "0.1"], "--density is for --method dgc,"),
     ("none", ["--tensorboard", "events"], "--tensorboard is for --method dgc,"),
-    ("dgc", ["--level", "min"], "--level is for --values int2 and int1"),
-    ("dgc", ["--values", "float16", "--granularity", "channel"], "--granularity is for --values int2 and int1"),
+    ("dgc", ["--level", "min"], "--level is for --values int2, int1: leave it out with --values float32"),
+    ("dgc", ["--values", "float16", "--granularity", "channel"], "--granularity is for --values int2, int1"),
+    (
+        "dgc",
+        ["--between-hosts", "gather"],
+        "--between-hosts is for --exchange hierarchical: leave it out with --exchange gather",
+    ),
+    ("micro", ["--ranks-per-host", "2"], "--ranks-per-host is for --exchange hierarchical"),
+    ("dgc", ["--exchange", "auto", "--between-hosts", "gather"], "leave it out with --exchange auto"),
 ]
 EXAMPLES_OF_METHODS = [
     "pytorch_digits",
@@ -55,18 +64,12 @@ EXAMPLES_OF_METHODS = [
 ]
 
 
-@pytest.fixture
-def load(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return importlib.import_module
-
-
-def parse(load, options):
-    """Return the arguments that the training examples have, on two ranks; nothing is started."""
+def parse(load, options, size=2):
+    """Return the arguments that the training examples have, on `size` ranks; nothing is started."""
     parser, reporting = argparse.ArgumentParser(), load("reporting")
     reporting.add_arguments(parser, batch_size=4, lr=0.1)
     parser.parse_args = functools.partial(parser.parse_args, options)
-    host = SimpleNamespace(init=lambda **options: None, rank=lambda: 0, size=lambda: 2)
+    host = SimpleNamespace(init=lambda **options: None, rank=lambda: 0, size=lambda: size)
     return reporting.parse_arguments(parser, host)
 
 
@@ -95,6 +98,7 @@ def test_a_switch_is_for_the_methods_with_its_argument(switch, load, capsys):
     for method in load("reporting").METHODS:
         options = ["--method", method, switch, value]
         if name in parameters_of(method):
+            options += HIERARCHICAL if switch in ("--ranks-per-host", "--between-hosts") else []
             assert str(settings_of(load, options)[name]) == value, method
         else:
             with pytest.raises(SystemExit):
@@ -142,6 +146,7 @@ def test_the_report_has_the_density_of_the_compressor(load, capsys):
         (["--task", "digits", "--hidden", "8"], "--hidden is for --task char_lstm: leave it out with --task digits"),
         (["--task", "digits", "--sequence-length", "8"], "--sequence-length is for --task char_lstm"),
         (["--task", "char_lstm", "--epochs", "8"], "--epochs is for --task digits"),
+        (["--steps", "4", "--epochs", "3"], "--epochs is for runs without --steps"),
     ],
 )
 def test_the_asynchronous_examples_refuse_what_has_no_effect(options, told, load, capsys, monkeypatch):
@@ -181,6 +186,50 @@ def test_the_comparison_refuses_a_density_of_dense_methods_alone(load, capsys, m
         with pytest.raises(error):
             compare.parse_arguments()
     assert "--density is for --methods dgc," in capsys.readouterr().err
+
+
+def test_the_comparison_refuses_settings_of_dense_methods(load, capsys, monkeypatch):
+    compare = load("compare_methods")
+    monkeypatch.setattr(sys, "argv", ["compare_methods.py", "--methods", "none:density=0.5", "dgc"])
+    with pytest.raises(SystemExit) as refused:
+        compare.parse_arguments()
+    assert refused.value.code == 2 and "none has no settings, got 'density=0.5'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("size", "method", "is_told"), [(1, "dgc", True), (1, "none", False), (2, "dgc", False)])
+def test_one_process_is_told_that_it_trains_dense(size, method, is_told, load, capsys):
+    parse(load, ["--method", method, "--quiet"], size)
+    output, errors = capsys.readouterr()
+    assert not output and errors.splitlines() == ["one process exchanges nothing: it trains dense"] * is_told
+
+
+@pytest.mark.parametrize(("options", "is_refused"), [([], False), (["--powersgd", "2"], True)])
+def test_powersgd_has_no_checkpoint(options, is_refused, load, capsys, monkeypatch):
+    """Its error feedback is in PyTorch's hook, which saves none."""
+    training, digits = load("pytorch_training"), load("pytorch_digits")
+    host = SimpleNamespace(init=lambda **options: None, rank=lambda: 0, size=lambda: 2, has_cuda=lambda: False)
+    monkeypatch.setattr(training, "host_of", lambda args: host)
+    monkeypatch.setattr(sys, "argv", ["pytorch_digits.py", "--host", "ddp", "--checkpoint", "file", *options])
+    monkeypatch.setattr(torch, "set_flush_denormal", lambda is_set: None)
+    if is_refused:
+        with pytest.raises(SystemExit) as refused:
+            digits.parse_arguments()
+        assert refused.value.code == 2 and "--checkpoint is not for --powersgd" in capsys.readouterr().err
+    else:
+        assert digits.parse_arguments().checkpoint == "file"
+
+
+@pytest.mark.parametrize(("rank", "name"), [(4, "powersgd_of_rank_4"), (None, "none")])
+def test_powersgd_has_plots_of_its_own(rank, name, load, monkeypatch):
+    """The plot of dense training is not overwritten."""
+    reporting, paths = load("reporting"), []
+    monkeypatch.setattr(reporting, "plot_curves", lambda rows, x, panels, title, path: paths.append(path))
+    monkeypatch.setattr(reporting, "print_json", lambda *arguments, **results: None)
+    args = SimpleNamespace(method="none", powersgd=rank, plot=None, rank=0, size=2, epochs=1)
+    load("digits_data").report("x", [{"accuracy": 1.0, "test_loss": 1.0}], None, 1.0, args)
+    row = {"step": 1, "perplexity": 1.0, "held_out_loss": 1.0}
+    load("pytorch_training").report_steps("pytorch_transformer", "x", [row], None, 1.0, args)
+    assert paths == [f"digits-{name}.png", f"transformer-{name}.png"]
 
 
 def test_the_hybrid_example_refuses_a_lifespan_of_dense_gradients(load, capsys, monkeypatch):
