@@ -1,6 +1,7 @@
 """The paths of the native libraries, what was built, and error messages for what is missing."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -75,9 +76,18 @@ def mpi():
 
 
 def checked_communicator(communicator):
-    """Return an mpi4py communicator, COMM_WORLD for None; ValueError for COMM_NULL."""
+    """Return an mpi4py communicator, COMM_WORLD for None.
+
+    ValueError for COMM_NULL; RuntimeError where each of Horovod's processes is a world of MPI of its own.
+    """
+    world, size = mpi().COMM_WORLD, int(os.environ.get("HOROVOD_SIZE", 1))
+    if size > 1 and world.Get_size() == 1:
+        raise RuntimeError(
+            f"MPI has 1 rank where Horovod has {size}: start with mpirun or horovodrun --mpi, and a Horovod built with "
+            "MPI"
+        )
     if communicator is None:
-        return mpi().COMM_WORLD
+        return world
     if communicator == mpi().COMM_NULL:
         raise ValueError(
             "communicator must be one that this rank is in, got COMM_NULL: ranks that Split(MPI.UNDEFINED) leaves out "

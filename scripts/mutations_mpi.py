@@ -11,7 +11,7 @@ MPI = [
     (
         "predictions are joined whatever they count",
         "hvd_sparse/model_parallel/batch.py",
-        "if run.head.micros > 1 and shape[:1] != (run.head.rows,):",
+        "if micro_batch.head.micros > 1 and shape[:1] != (rows,):",
         "if False:",
         "torch test_pipeline_arguments predictions",
     ),

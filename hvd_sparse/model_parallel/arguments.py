@@ -28,6 +28,17 @@ def check_samples(name: str, leaf, is_tensor: bool, expected: str) -> None:
         raise ValueError(f"{name} must have a first dimension that counts samples, got a tensor of shape []")
 
 
+def checked_rows(leaves: list) -> int:
+    """Return the number of samples of the inputs' leaves; ValueError unless it is the same for all, and at least 1."""
+    rows = {len(leaf) for leaf in leaves}
+    if len(rows) != 1 or rows == {0}:
+        raise ValueError(
+            "inputs must be given on the first stage: a tensor, or a tuple or dict of tensors, with the same "
+            f"number of samples, at least 1; got {len(leaves)} tensors with {sorted(rows)} samples"
+        )
+    return rows.pop()
+
+
 def checked_dtype(name: str, dtype, names: dict) -> str:
     """Return the name of a dtype in messages; TypeError if messages cannot have it. No name: targets."""
     if dtype not in names:

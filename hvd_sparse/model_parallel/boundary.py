@@ -26,7 +26,7 @@ class BoundarySettings(NamedTuple):
         start_dim, seed = checked_integer("start_dim", self.start_dim), checked_integer("seed", self.seed)
         if start_dim == 0:
             raise ValueError("start_dim must not be 0: at least the first dimension counts samples; got 0")
-        return self._replace(density=density, start_dim=start_dim, seed=seed)
+        return self._replace(density=density, start_dim=start_dim, momentum=float(self.momentum), seed=seed)
 
     def kept(self, columns: int) -> int:
         """Return the number of a row's elements that "topk" keeps: round(density * f), half rounded up, at least 1."""

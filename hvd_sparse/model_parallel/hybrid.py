@@ -4,7 +4,7 @@ import atexit
 import sys
 from typing import NamedTuple
 
-from hvd_sparse.library import mpi
+from hvd_sparse.library import checked_communicator
 from hvd_sparse.mailbox import poll
 from hvd_sparse.model_parallel.notices import Notices, wait_for
 from hvd_sparse.model_parallel.process_grid import ProcessGrid
@@ -31,7 +31,7 @@ def hybrid(hvd, stages: int, order: str = "pipeline") -> Hybrid:
     current or next step, or show the reason below the error that Horovod raises.
     Raises what the frameworks' `hybrid` lists.
     """
-    communicator, request = mpi().COMM_WORLD.Idup()
+    communicator, request = checked_communicator(None).Idup()
     wait_for(request, START_TIMEOUT, communicator.Get_size(), "called hybrid()")
     grid = ProcessGrid(communicator.Get_rank(), communicator.Get_size(), stages, order)
     notices = Notices(communicator, "rank {}".format, GRACE)

@@ -20,11 +20,13 @@ class PipelineError(RuntimeError):
 
 
 class Notices:
-    """Control messages between the ranks of an mpi4py communicator, which must have no other messages.
+    """Control messages between the ranks of an mpi4py communicator, whose other messages have other tags.
 
     name: Returns the name of a rank for errors. grace: Seconds to wait for the notice of another rank's failure, after
     this rank has seen its consequences, such as Horovod's error.
     """
+
+    is_hybrid = False  # whether `hybrid` has started this process's run
 
     def __init__(self, communicator, name: Callable[[int], str] = "stage {}".format, grace: float = 0.0):
         self._communicator, self.name, self._grace = communicator, name, grace
@@ -130,11 +132,18 @@ class Notices:
     def attach(self, communicator) -> None:
         """Let pipelines on a communicator use these notices."""
         communicator.Set_attr(_key(), self)
+        Notices.is_hybrid = True
 
     @staticmethod
     def attached(communicator) -> "Notices | None":
-        """Return the notices that were attached to a communicator."""
-        return communicator.Get_attr(_key())
+        """Return the notices that were attached to a communicator; ValueError for the world in a hybrid run."""
+        found = communicator.Get_attr(_key())
+        if found is None and Notices.is_hybrid and communicator == mpi().COMM_WORLD:
+            raise ValueError(
+                "communicator must be the one that hybrid() returned, got the world, where stages of several replicas "
+                "would be one pipeline: pass communicator= to Pipeline"
+            )
+        return found
 
     def _tell(self, tag: int, text: str) -> None:
         for rank in range(self._size):
@@ -164,4 +173,4 @@ def wait_for(request, timeout: float, ranks: int, what: str, notices: Notices | 
 
 @functools.cache
 def _key() -> int:
-    return mpi().Comm.Create_keyval()
+    return mpi().Comm.Create_keyval(copy_fn=True)  # a duplicate has them, too

@@ -10,12 +10,12 @@ from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_choice, check_seconds, checked_integer
 from hvd_sparse.library import checked_communicator
 from hvd_sparse.model_parallel import message, tree
-from hvd_sparse.model_parallel.arguments import check_reduction
-from hvd_sparse.model_parallel.batch import Batch, Pass
+from hvd_sparse.model_parallel.arguments import check_reduction, checked_rows
+from hvd_sparse.model_parallel.batch import Batch, MicroBatch
 from hvd_sparse.model_parallel.channel import Channel
 from hvd_sparse.model_parallel.message import CALL, MOST_MICRO_BATCHES, TARGETS_FOLLOW, Head, Kind, Tensor
 from hvd_sparse.model_parallel.notices import PipelineError
-from hvd_sparse.model_parallel.schedule import FORWARD, SCHEDULES, split_rows, steps_of
+from hvd_sparse.model_parallel.schedule import FORWARD, SCHEDULES, split_rows
 from hvd_sparse.model_parallel.traffic import PipelineTraffic
 
 TIMEOUT = 600.0  # seconds
@@ -89,7 +89,9 @@ class Pipeline(abc.ABC):
 
         Raises:
             PipelineError: Another stage has failed.
-            ValueError: `inputs` are missing on the first stage, `targets` on both; or their sizes are wrong.
+            ValueError: `inputs` are missing on the first stage, `targets` on both; their sizes are wrong; or stages
+                call `step`, `evaluate` and `predict` in different orders.
+            TypeError: Inputs, targets, outputs or the loss are of a wrong type.
             TimeoutError: A stage did not answer within `timeout` seconds.
             RuntimeError: This pipeline has failed before, or was closed.
         """
@@ -126,7 +128,7 @@ class Pipeline(abc.ABC):
             ValueError: There are several micro-batches, and an output's first dimension does not count samples.
             PipelineError: As `step`; likewise the other exceptions.
         """
-        _, batch = self._guarded(self._run, inputs, None, self._next_batch(training=False, compares=False))
+        _, batch = self._guarded(self._run, inputs, None, self._next_batch(training=False, has_loss=False))
         if not self.is_last:
             return None
         parts = zip(*batch.outputs, strict=True)
@@ -152,8 +154,9 @@ class Pipeline(abc.ABC):
         return self
 
     def __exit__(self, kind, error, trace) -> None:
+        is_end = isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
         try:
-            if error is not None:
+            if error is not None and not is_end:
                 self._blame(error)
         finally:
             self.close()
@@ -183,11 +186,11 @@ class Pipeline(abc.ABC):
         """Return a tensor as a message's, masked where there is a boundary for outputs of this name."""
 
     @abc.abstractmethod
-    def _forward(self, run: Pass, targets, weight: float, training: bool):
+    def _forward(self, micro_batch: MicroBatch, targets, weight: float, training: bool):
         """Compute the outputs, as a tree, and with targets the weighted loss. Store what backward needs."""
 
     @abc.abstractmethod
-    def _backward(self, run: Pass, gradients: list[Tensor] | None) -> list[np.ndarray]:
+    def _backward(self, micro_batch: MicroBatch, gradients: list[Tensor] | None) -> list[np.ndarray]:
         """Add up the parameters' gradients; return those of the inputs that want one.
 
         gradients: of the outputs that want one; None on the last stage, which begins at its loss.
@@ -200,9 +203,9 @@ class Pipeline(abc.ABC):
     def _make_boundaries(self) -> None:
         """Make the boundaries that have a name; the one of all is made for each output when that is first seen."""
         if isinstance(self._boundary, Mapping):
-            named = {_key(name): boundary for name, boundary in self._boundary.items() if boundary is not None}
-            for name, boundary in named.items():
-                self.boundaries[name] = self._made(boundary)
+            for name, boundary in self._boundary.items():
+                if boundary is not None:
+                    self.boundaries[_key(name)] = self._made(boundary)
         elif self._boundary is not None:
             self._made(self._boundary)
 
@@ -224,11 +227,11 @@ class Pipeline(abc.ABC):
             boundary = self._made(type(boundary)(**boundary.settings._asdict()))
         return boundary
 
-    def _next_batch(self, training: bool, compares: bool = True) -> Batch:
+    def _next_batch(self, training: bool, has_loss: bool = True) -> Batch:
         """Return the state of a new batch; RuntimeError after `close`."""
         if not self._channel.is_open and not self._channel.failure:
             raise RuntimeError("this pipeline was closed, and cannot go on: build another one")
-        return Batch(self._step + 1, training, compares)
+        return Batch(self._step + 1, training, has_loss)
 
     def _guarded(self, function, *arguments):
         """Call; whatever fails here is told to all ranks."""
@@ -251,11 +254,11 @@ class Pipeline(abc.ABC):
         self._step, self._trained = batch.step, self._trained + batch.training
         if self.is_first:
             self._begin(inputs, targets, batch)
-        batch.runs[0] = self._take(0, batch)  # says how many micro-batches there are
-        head = batch.runs[0].head
-        if self.is_last and targets is not None:
+        batch.in_flight[0] = self._take(0, batch)  # says how many micro-batches there are
+        head = batch.in_flight[0].head
+        if self.is_last and targets is not None and not head.flags & TARGETS_FOLLOW:
             batch.targets = self._parts(targets, split_rows(head.total_rows, head.micros))
-        for what, micro in steps_of(self._schedule, self.index, self.stages, head.micros):
+        for what, micro in SCHEDULES[self._schedule](self.index, self.stages, head.micros):
             if what == FORWARD:
                 self._run_forward(micro, batch)
             elif batch.training:
@@ -271,13 +274,7 @@ class Pipeline(abc.ABC):
         leaves, batch.structure = tree.flatten(inputs)
         for leaf in leaves:
             self._check_samples("inputs", leaf)
-        rows = {len(leaf) for leaf in leaves}
-        if len(rows) != 1 or rows == {0}:
-            raise ValueError(
-                "inputs must be given on the first stage: a tensor, or a tuple or dict of tensors, with the same "
-                f"number of samples, at least 1; got {len(leaves)} tensors with {sorted(rows)} samples"
-            )
-        (total,) = rows
+        total = checked_rows(leaves)
         sizes = split_rows(total, self._micro_batches)
         follows = targets is not None and not self.is_last
         place = {"micros": len(sizes), "total_rows": total, "flags": batch.flags | (TARGETS_FOLLOW if follows else 0)}
@@ -302,15 +299,15 @@ class Pipeline(abc.ABC):
         parts = zip(*[self._split(leaf, sizes) for leaf in leaves], strict=True)
         return [tree.unflatten(list(part), structure) for part in parts]
 
-    def _take(self, micro: int, batch: Batch) -> Pass:
+    def _take(self, micro: int, batch: Batch) -> MicroBatch:
         """Return a micro-batch's inputs: this stage's own, or those that the stage before sends."""
         if self.is_first:
-            return Pass(batch.heads[micro], list(batch.inputs[micro]), batch.structure, [])
+            return MicroBatch(batch.heads[micro], list(batch.inputs[micro]), batch.structure, [])
         head, structure, tensors = self._receive(self.index - 1, Kind.FORWARD, micro, batch)
-        return Pass(head, [self._from_wire(tensor) for tensor in tensors], structure, tensors)
+        return MicroBatch(head, [self._from_wire(tensor) for tensor in tensors], structure, tensors)
 
     def _receive(self, stage: int, kind: Kind, micro: int, batch: Batch):
-        """Return head, structure and tensors (or LOSS's number) of the next message; ValueError for another kind."""
+        """Return head, structure, and tensors or LOSS's number; ValueError: of another step, call or micro-batch."""
         wanted = Head(kind, batch.step, micro, flags=batch.flags)
         head, description, body = message.decode_head(self._channel.receive(stage, kind, str(wanted)))
         if (head.step, head.micro, head.flags & CALL) != (wanted.step, micro, wanted.flags):
@@ -319,59 +316,60 @@ class Pipeline(abc.ABC):
                 "evaluate and predict in the same order"
             )
         if kind == Kind.BACKWARD:
-            likes = [tensor for tensor in batch.runs[micro].passed_on if tensor.gradient]
+            likes = [tensor for tensor in batch.in_flight[micro].passed_on if tensor.gradient]
             return head, None, message.decode_gradients(body, likes)
         if kind == Kind.LOSS:
             return head, None, message.decode_loss(description, body)
         return head, *message.decode_tensors(description, body)
 
     def _run_forward(self, micro: int, batch: Batch) -> None:
-        run = batch.runs.pop(micro, None) or self._take(micro, batch)
-        weight = run.head.rows / run.head.total_rows if self._reduction == "mean" else 1.0
-        targets = self._targets(micro, run, batch) if self.is_last and batch.compares else None
-        run.outputs, structure = tree.flatten(self._forward(run, targets, weight, batch.training))
+        micro_batch = batch.in_flight.pop(micro, None) or self._take(micro, batch)
+        weight = micro_batch.head.rows / micro_batch.head.total_rows if self._reduction == "mean" else 1.0
+        targets = self._targets(micro, micro_batch, batch) if self.is_last and batch.has_loss else None
+        micro_batch.outputs, structure = tree.flatten(self._forward(micro_batch, targets, weight, batch.training))
         if not self.is_last:
-            self._pass_on(run, structure, batch)
-        elif not batch.compares:
-            batch.add_outputs(run, structure)
+            self._pass_on(micro_batch, structure, batch)
+        elif not batch.has_loss:
+            batch.add_outputs(micro_batch, structure)
         else:
-            batch.losses.append(run.loss)
+            batch.losses.append(micro_batch.loss)
         if batch.training:
-            batch.runs[micro] = run
+            batch.in_flight[micro] = micro_batch
 
-    def _targets(self, micro: int, run: Pass, batch: Batch):
+    def _targets(self, micro: int, micro_batch: MicroBatch, batch: Batch):
         """Return the targets of a micro-batch."""
-        if run.head.flags & TARGETS_FOLLOW:
+        if micro_batch.head.flags & TARGETS_FOLLOW:
             _, structure, tensors = self._receive(0, Kind.TARGETS, micro, batch)
             return tree.unflatten([self._from_wire(tensor) for tensor in tensors], structure)
         if batch.targets is None:
             raise ValueError("targets must be given on the first stage, or on the last one; got none")
         return batch.targets[micro]
 
-    def _pass_on(self, run: Pass, structure, batch: Batch) -> None:
+    def _pass_on(self, micro_batch: MicroBatch, structure, batch: Batch) -> None:
         """Send outputs to the next stage."""
         names = tree.names(structure)
         if isinstance(self._boundary, Mapping) and not set(self._boundary) <= set(names):
             raise ValueError(f"boundary must name outputs of this stage, {names}; got {list(self._boundary)}")
-        run.passed_on = [self._to_wire(n, leaf, batch.training) for n, leaf in zip(names, run.outputs, strict=True)]
-        data = message.encode(run.head._replace(kind=Kind.FORWARD), structure, run.passed_on)
+        named = zip(names, micro_batch.outputs, strict=True)
+        micro_batch.passed_on = sent = [self._to_wire(name, leaf, batch.training) for name, leaf in named]
+        data = message.encode(micro_batch.head._replace(kind=Kind.FORWARD), structure, sent)
         self._channel.send(self.index + 1, Kind.FORWARD, data)
-        self._traffic.add("forward" if batch.training else "evaluation", run.passed_on, data)
+        self._traffic.add("forward" if batch.training else "evaluation", sent, data)
         if batch.training:
-            self._traffic.add_masks(run.passed_on)
+            self._traffic.add_masks(sent)
 
     def _run_backward(self, micro: int, batch: Batch) -> None:
-        run = batch.runs[micro]
+        micro_batch = batch.in_flight[micro]
         gradients = None
         if not self.is_last:
             _, _, gradients = self._receive(self.index + 1, Kind.BACKWARD, micro, batch)
-        arrays = self._backward(run, gradients)
-        del batch.runs[micro]
+        arrays = self._backward(micro_batch, gradients)
+        del batch.in_flight[micro]
         if self.is_first:
             return
-        likes = [tensor for tensor in run.received if tensor.gradient]
+        likes = [tensor for tensor in micro_batch.received if tensor.gradient]
         back = [like._replace(array=array) for like, array in zip(likes, arrays, strict=True)]
-        data = message.encode(run.head._replace(kind=Kind.BACKWARD), tensors=back, describe=False)
+        data = message.encode(micro_batch.head._replace(kind=Kind.BACKWARD), tensors=back, describe=False)
         self._channel.send(self.index - 1, Kind.BACKWARD, data)
         self._traffic.add("backward", back, data)
 
@@ -388,9 +386,9 @@ class Pipeline(abc.ABC):
             for stage in range(self.stages - 1):
                 self._channel.send(stage, Kind.LOSS, data)
             return loss
-        self._unfinished.append(Batch(batch.step, batch.training, batch.compares))
+        self._unfinished.append(Batch(batch.step, batch.training, batch.has_loss))
         loss = 0.0
-        while len(self._unfinished) > (0 if batch.compares else 1):
+        while len(self._unfinished) > (0 if batch.has_loss else 1):
             _, _, loss = self._receive(self.stages - 1, Kind.LOSS, 0, self._unfinished.popleft())
         return loss
 

@@ -25,11 +25,6 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> Ste
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
 
 
-def steps_of(schedule: str, stage: int, stages: int, micro_batches: int) -> Steps:
-    """Return a stage's actions in a training step, under one of SCHEDULES."""
-    return SCHEDULES[schedule](stage, stages, micro_batches)
-
-
 def split_rows(rows: int, micro_batches: int) -> list[int]:
     """Return the sizes of micro-batches: as equal as can be, larger ones first; fewer where there are fewer rows."""
     parts = min(rows, micro_batches)

@@ -20,6 +20,17 @@ def notices():
     WORLD.Barrier()
 
 
+def test_a_duplicate_of_a_replicas_communicator_has_its_notices(notices, monkeypatch):
+    monkeypatch.setattr(Notices, "is_hybrid", False)
+    replica = WORLD.Dup()
+    assert Notices.attached(replica) is Notices.attached(WORLD) is None
+    notices.attach(replica)
+    assert Notices.attached(replica) is Notices.attached(replica.Dup()) is notices
+    assert Notices.attached(MPI.COMM_SELF) is None  # a pipeline of this rank's own
+    with pytest.raises(ValueError, match=r"communicator must be the one that hybrid\(\) returned, got the world"):
+        Notices.attached(WORLD)
+
+
 @several
 def test_who_comes_to_a_meeting_that_another_will_not_come_to_hears_so(notices):
     notices.meet("the end of step 1", 30.0)

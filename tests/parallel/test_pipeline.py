@@ -15,7 +15,7 @@ from hvd_sparse.wire import payload_size
 
 pytestmark = pytest.mark.each_value
 
-WORLD = MPI.COMM_WORLD  # under Gloo each rank is a separate world, and a pipeline with one stage
+WORLD = MPI.COMM_WORLD
 RANK, STAGES = WORLD.Get_rank(), WORLD.Get_size()
 LAST = RANK == STAGES - 1
 SIZES = [*[13, 37, 101, 23, 6][:STAGES], 5]

@@ -52,6 +52,26 @@ def test_a_stage_that_raises_between_steps_is_the_reason_of_all_that_follows():
         one.step(*data)
 
 
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (SystemExit(), ""),
+        (SystemExit(0), ""),
+        (GeneratorExit(), ""),  # the end of a generator that has a pipeline
+        (SystemExit(1), "SystemExit: 1"),
+        (SystemExit("no data"), "SystemExit: no data"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+    ],
+    ids=repr,
+)
+def test_an_orderly_end_is_no_failure(error, failure):
+    with pytest.raises(type(error)), pipeline() as one:
+        one.step(torch.ones(4, 3), torch.zeros(4, 3))
+        MPI.COMM_WORLD.Barrier()  # else a stage may hear of another one's failure in its step
+        raise error
+    assert failure in one._channel.failure and bool(failure) == bool(one._channel.failure)
+
+
 @several
 @pytest.mark.parametrize("others", ["predict", "evaluate"])
 def test_stages_that_make_different_calls_are_told(others):

@@ -2,6 +2,7 @@
 
 import re
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -72,6 +73,33 @@ def test_a_stage_may_begin_with_an_in_place_operation():
         np.testing.assert_allclose(layer.weight.grad.numpy().T, expected)
     if LAST:
         np.testing.assert_allclose(layer.weight.grad.numpy().T, np.maximum(hidden, 0).sum(0)[:, None])
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_inputs_may_want_a_gradient(micro_batches):
+    """They are no leaf where they are parts of a tensor."""
+    inputs = torch.ones(4, 3, requires_grad=True)
+    with warnings.catch_warnings(), pipeline(torch.nn.Linear(3, 3), micro_batches=micro_batches) as one:
+        warnings.simplefilter("error")
+        one.step(inputs, ZEROS)
+    assert one.stage.weight.grad.any()
+
+
+@several
+@pytest.mark.parametrize("own", ["none", [1.0, 2.0], torch.zeros(7, 3)], ids=["text", "list", "more samples"])
+def test_the_last_stage_ignores_its_targets_if_the_first_has_some(own):
+    with pipeline(torch.nn.Identity()) as one:
+        assert one.evaluate(ZEROS, own if LAST else ZEROS + 2.0) == 4.0
+
+
+@several
+def test_a_boundary_of_density_1_counts_what_it_keeps():
+    with pipeline(boundary=1.0) as one:
+        one.step(ZEROS, ZEROS)
+        found = one.stats()
+    assert found["occupancy"] == 1.0
+    if not LAST:
+        assert found["boundaries"]["output"]["occupancy"] == found["boundaries"]["output"]["mean_occupancy"] == 1.0
 
 
 @pytest.mark.parametrize(

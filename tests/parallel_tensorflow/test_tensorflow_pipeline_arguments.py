@@ -137,6 +137,49 @@ def test_gradients_are_not_reduced_among_other_ranks_than_the_replicas():
     one.close()
 
 
+def test_gradients_of_several_stages_need_a_process_set(monkeypatch):
+    monkeypatch.setattr("hvd_sparse.tensorflow.reduce_gradients", lambda gradients, variables, **options: options)
+    theirs = SimpleNamespace(process_set_id=1)
+    with pipeline() as one:
+        one.step(ZEROS, ZEROS)
+        MPI.COMM_WORLD.Barrier()  # else a stage may hear of another one's failure in its step
+        assert one._reduced(one.gradients(), {"process_set": theirs}) == {"process_set": theirs}
+        if STAGES == 1:
+            assert one.reduced_gradients() == {}
+        else:
+            with pytest.raises((ValueError, PipelineError), match="process_set must have the replicas of this stage"):
+                one.reduced_gradients()
+
+
+@several
+@pytest.mark.parametrize(
+    "own", ["none", [1.0, 2.0], np.zeros((7, 3), np.float32)], ids=["text", "list", "more samples"]
+)
+def test_the_last_stage_ignores_its_targets_if_the_first_has_some(own):
+    with pipeline(tf.keras.layers.Activation("linear")) as one:
+        assert one.evaluate(ZEROS, own if LAST else ZEROS + 2.0) == 4.0
+
+
+@several
+def test_a_boundary_of_density_1_counts_what_it_keeps():
+    with pipeline(boundary=1.0) as one:
+        one.step(ZEROS, ZEROS)
+        found = one.stats()
+    assert found["occupancy"] == 1.0
+    if not LAST:
+        assert found["boundaries"]["output"]["occupancy"] == found["boundaries"]["output"]["mean_occupancy"] == 1.0
+
+
+@several
+def test_an_output_without_elements_crosses_whole():
+    class Two(tf.keras.layers.Layer):
+        def call(self, x, empty=None):
+            return x if LAST else (x, x[:, :0])
+
+    with pipeline(Two(), boundary=0.5) as one:
+        assert one.evaluate(ZEROS, ZEROS + 2.0) == 4.0
+
+
 @several
 def test_a_type_that_messages_cannot_have_is_refused():
     class Tiny(tf.keras.layers.Dense):

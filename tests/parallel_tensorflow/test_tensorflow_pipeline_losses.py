@@ -1,4 +1,4 @@
-"""What a pipeline trains beside the loss of its last stage: the losses that layers add."""
+"""What a pipeline trains beside the loss of its last stage: the losses that layers add, and layers like dropout."""
 
 import numpy as np
 import pytest
@@ -27,3 +27,28 @@ def test_losses_that_a_compiled_layer_adds_are_refused():
     with pytest.raises((ValueError, PipelineError), match=r"adds a loss inside a tf\.function"):  # of another stage
         with Pipeline(stage, loss=lambda outputs, _: tf.reduce_sum(outputs), timeout=60.0) as pipeline:
             pipeline.step(np.ones((7, 3), np.float32), np.zeros(7, np.float32))
+
+
+@pytest.mark.parametrize("base", ["Layer", "Model"])
+def test_layers_of_a_stage_know_whether_it_trains(base):
+    """Also if the stage's own call does not take `training`, as in Keras' `fit`."""
+    told, keras = [], tf.keras
+
+    class Inner(keras.layers.Layer):
+        def call(self, x, training=None):
+            told.append(bool(training))
+            return x
+
+    class Stage(getattr(keras.layers if base == "Layer" else keras, base)):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def call(self, x):
+            return self.inner(x)
+
+    samples = np.ones((4, 3), np.float32)
+    with Pipeline(Stage(), loss=lambda outputs, _: tf.reduce_sum(outputs), timeout=60.0) as pipeline:
+        for run, trains in (("evaluate", False), ("step", True), ("evaluate", False), ("predict", False)):
+            getattr(pipeline, run)(*[samples, samples][: 1 + (run != "predict")])
+            assert told[-1] == trains  # Keras 3 also calls a layer to build it

@@ -45,6 +45,11 @@ def main():
     sizes = [*SIZES[: args.stages], SIZES[-1]]
     stages = make_stages(sizes)
     loss = torch.nn.functional.cross_entropy
+    try:
+        Pipeline(stages[grid.stage], loss=loss, timeout=60)
+        in_the_world = ""
+    except ValueError as error:
+        in_the_world = str(error)
     whole = copy.deepcopy(torch.nn.Sequential(*stages))
     stage = stages[grid.stage]
     pipeline = Pipeline(
@@ -83,6 +88,7 @@ def main():
     result = {
         "rank": grid.rank,
         "refused": refused,
+        "in_the_world": in_the_world,
         "stage": grid.stage,
         "replica": grid.replica,
         "describe": grid.describe(),

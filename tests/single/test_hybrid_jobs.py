@@ -33,12 +33,13 @@ def run(ranks, *options):
     ],
 )
 def test_without_sparsity_it_is_training_on_one_process(ranks, stages, order, micro_batches, options):
-    """Also where stages that are done must wait for one that is late, and after a layout that all ranks refused."""
+    """Also where stages that are done must wait for one that is late, after a layout and a pipeline were refused."""
     found = run(ranks, "--stages", stages, "--order", order, "--micro-batches", micro_batches, *options)
     grids = [ProcessGrid(rank, ranks, stages, order) for rank in range(ranks)]
     assert [(one["stage"], one["replica"]) for one in found] == [(one.stage, one.replica) for one in grids]
     for one in found:
         assert f"stages must divide the number of ranks, got stages={ranks + 1} on {ranks} ranks" in one["refused"]
+        assert "communicator must be the one that hybrid() returned, got the world" in one["in_the_world"]
         assert one["difference"] < 1e-5
     mean = np.mean([one["losses"] for one in found if one["stage"] == 0], axis=0)
     assert mean == pytest.approx(found[0]["expected"], rel=1e-4)

@@ -1,25 +1,33 @@
 """The framework-free parts of model parallelism: settings, schedules, trees, messages, and damaged messages."""
 
 import zlib
+from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
+from hvd_sparse import library
 from hvd_sparse.mailbox import DamagedMessage
 from hvd_sparse.model_parallel import message, tree
 from hvd_sparse.model_parallel.boundary import BoundarySettings
+from hvd_sparse.model_parallel.hybrid import hybrid
 from hvd_sparse.model_parallel.message import Head, Kind, Tensor
-from hvd_sparse.model_parallel.schedule import BACKWARD, FORWARD, SCHEDULES, split_rows, steps_of
+from hvd_sparse.model_parallel.schedule import BACKWARD, FORWARD, SCHEDULES, split_rows
+from hvd_sparse.parameter_server.methods import DGS
+from hvd_sparse.parameter_server.session import Session
+from hvd_sparse.torch.model_parallel import Pipeline
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("micro_batches", [1, 2, 4, 9])
 def test_schedules_end_and_never_wait_for_each_other(schedule, stages, micro_batches):
-    plans = [steps_of(schedule, stage, stages, micro_batches) for stage in range(stages)]
+    plans = [SCHEDULES[schedule](stage, stages, micro_batches) for stage in range(stages)]
     done, places, most = set(), [0] * stages, [0] * stages
     while any(place < len(plan) for place, plan in zip(places, plans, strict=True)):
         moved = False
@@ -47,7 +55,7 @@ def test_schedules_end_and_never_wait_for_each_other(schedule, stages, micro_bat
 
 def test_backwards_come_in_one_order_whatever_the_schedule():
     for stage in range(4):
-        orders = [[m for what, m in steps_of(name, stage, 4, 6) if what == BACKWARD] for name in SCHEDULES]
+        orders = [[m for what, m in order(stage, 4, 6) if what == BACKWARD] for order in SCHEDULES.values()]
         assert orders[0] == orders[1] == list(range(6))
 
 
@@ -64,6 +72,29 @@ def test_how_many_a_row_keeps_and_what_a_row_is():
     assert chosen.row_shape((2, 3, 4)) == (6, 4)
     assert chosen._replace(start_dim=1).row_shape((2, 3, 4)) == (2, 12)
     assert chosen._replace(start_dim=-2).row_shape((0, 3, 4)) == (0, 12)
+
+
+def test_the_numbers_of_a_boundary_are_those_of_python():
+    chosen = BoundarySettings(Fraction(1, 20), "laplace", np.int64(-1), Fraction(1, 5), np.uint8(3)).checked()
+    assert chosen == (0.05, "laplace", -1, 0.2, 3)
+    assert [type(value) for value in chosen] == [float, str, int, float, int]
+
+
+def test_processes_of_horovod_that_are_worlds_of_mpi_of_their_own_are_refused(monkeypatch):
+    """As `horovodrun --gloo` starts them: each would train alone."""
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    world = SimpleNamespace(Get_size=lambda: 1)
+    monkeypatch.setattr(library, "mpi", lambda: SimpleNamespace(COMM_WORLD=world))
+    expected = "MPI has 1 rank where Horovod has 2: start with mpirun or horovodrun --mpi"
+    stage, loss = torch.nn.Linear(3, 3), torch.nn.functional.mse_loss
+    for start in (
+        lambda: Pipeline(stage, loss=loss),
+        lambda: Pipeline(stage, loss=loss, communicator=world),
+        lambda: hybrid(None, 2),
+        lambda: Session({"w": np.zeros(3, np.float32)}, DGS()),
+    ):
+        with pytest.raises(RuntimeError, match=expected):
+            start()
 
 
 TREES = [3, None, (1, 2), [1, (2, None)], {"a": 1, "b": (2, {"c": 3})}, (), {}]

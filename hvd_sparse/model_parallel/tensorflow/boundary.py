@@ -48,7 +48,8 @@ class ThresholdBoundary(tf.keras.layers.Layer):
         kwargs: Arguments of any Keras layer: name, dtype, trainable.
 
     Raises:
-        ValueError: A value is out of range, or the input has no rows or no features.
+        ValueError: A value is out of range; the input has no dimension before `start_dim`, or none from it on; or it
+            has no features.
         TypeError: A value has the wrong type.
         tf.errors.InvalidArgumentError: The same, in a graph.
     """
@@ -103,10 +104,10 @@ class ThresholdBoundary(tf.keras.layers.Layer):
         return mask
 
     def stats(self) -> dict:
-        """Return the occupancy (part of elements kept) of the last batch and in total, threshold and batches seen.
+        """Return the occupancy (part of elements kept) of the last batch and in total, threshold, and batches.
 
-        The threshold is the running mean over training batches of the rows' mean threshold. The counts are of this
-        process: they are not saved in Keras' files.
+        The threshold is the running mean over training batches of the rows' mean threshold, and `batches` their number;
+        in a `Pipeline`, micro-batches. The counts are of this process: they are not saved in Keras' files.
         """
         (kept, numel), (all_kept, all_numel) = self._counters.last.numpy(), self._counters.total.numpy()
         return {

@@ -9,14 +9,15 @@ import tensorflow as tf
 from hvd_sparse.model_parallel import message, tree
 from hvd_sparse.model_parallel import pipeline as shared
 from hvd_sparse.model_parallel.arguments import check_samples, checked_dtype
-from hvd_sparse.model_parallel.batch import Batch
+from hvd_sparse.model_parallel.batch import Batch, MicroBatch
 from hvd_sparse.model_parallel.message import Tensor
 from hvd_sparse.model_parallel.tensorflow.boundary import ThresholdBoundary
 from hvd_sparse.tensorflow.variables import has_variables, unwrapped
 
 DTYPES = {getattr(tf, name): name for name in message.DTYPES if hasattr(tf, name)}
 COMPOSITE = (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)
-eager = tf.autograph.experimental.do_not_convert
+# AutoGraph would convert the code of a call inside a `tf.function` before that is refused
+unconverted = tf.autograph.experimental.do_not_convert
 Boundary = ThresholdBoundary | float | None
 
 
@@ -34,28 +35,29 @@ class Pipeline(shared.Pipeline):
 
     Args:
         stage: A Keras model or layer, or any callable with `trainable_variables`. It runs eagerly; to compile it, make
-            its call a `tf.function`. It gets `training=` if it has this argument. A returned tuple becomes the
-            arguments of the next stage, a dict its keyword arguments; but a stage with a single argument, such as a
-            functional model of several inputs, gets the tuple or dict itself. Tensors of integers and bool are sent
-            without a gradient. The losses that its layers add (`stage.losses`, as of a regularizer) are trained, too;
-            their mean over micro-batches is not part of the loss that `step` returns. In a `tf.function`, only those of
-            weights are.
+            its call a `tf.function`. It gets `training=` if it is of Keras, whose inner layers then get it, too, or has
+            this argument. A returned tuple becomes the arguments of the next stage, a dict its keyword arguments; but a
+            stage with a single argument, such as a functional model of several inputs, gets the tuple or dict itself.
+            Tensors of integers and bool are sent without a gradient. The losses that its layers add (`stage.losses`, as
+            of a regularizer) are trained, too; their mean over micro-batches is not part of the loss that `step`
+            returns. In a `tf.function`, only those of weights are.
         boundary: Threshold of a stage's outputs. None: none; a density; a `ThresholdBoundary`; or {name: one of these}
             for several outputs, named by key or number. Tensors of less than two dimensions are sent dense.
-        micro_batches: Number of micro-batches per batch, at most its number of samples.
+        micro_batches: Number of micro-batches per batch; a batch of fewer samples has fewer.
         schedule: "gpipe"; or "1f1b", which holds fewer activations, with bit-identical gradients.
         loss: A function of outputs and targets, in this order, that returns a scalar, on the last stage; or a
             `tf.keras.losses.Loss`, called as Keras does.
         reduction: Reduction of `loss` over samples: "mean" (weights micro-batches by their samples) or "sum". It must
             be that of a Keras loss.
         timeout: Seconds to wait for another stage.
-        communicator: An mpi4py communicator; None: the world.
+        communicator: An mpi4py communicator, in a hybrid run that of `hybrid`; None: the world.
 
     Raises:
         PipelineError: Another stage has failed.
         ValueError: A value is out of range, or another stage has other settings.
         TimeoutError: Another rank does not build its pipeline.
         TypeError: A value has the wrong type.
+        RuntimeError: MPI has one rank where Horovod has several, as under `horovodrun --gloo`.
         ImportError: mpi4py is not installed.
     """
 
@@ -75,7 +77,7 @@ class Pipeline(shared.Pipeline):
         boundaries = tf.__internal__.tracking.wrap({})  # a checkpoint restores those that do not exist yet when they do
         super().__init__(stage, boundary, boundaries, communicator, micro_batches, schedule, loss, reduction, timeout)
 
-    @eager
+    @unconverted
     def step(self, inputs=None, targets=None) -> float:
         """Run a batch forward and backward; call it on every stage.
 
@@ -92,8 +94,10 @@ class Pipeline(shared.Pipeline):
 
         Raises:
             PipelineError: Another stage has failed.
-            ValueError: `inputs` are missing on the first stage, `targets` on both; their sizes are wrong; or an output
-                that the next stage needs has a Keras mask.
+            ValueError: `inputs` are missing on the first stage, `targets` on both; their sizes are wrong; an output
+                that the next stage needs has a Keras mask; or stages call `step`, `evaluate` and `predict` in different
+                orders.
+            TypeError: Inputs, targets, outputs or the loss are of a wrong type.
             TimeoutError: A stage did not answer within `timeout` seconds.
             RuntimeError: This pipeline has failed before, or was closed; or the call is inside a `tf.function`.
         """
@@ -104,7 +108,7 @@ class Pipeline(shared.Pipeline):
             self._gradients = None  # those of the micro-batches that have run
             raise
 
-    evaluate, predict = eager(shared.Pipeline.evaluate), eager(shared.Pipeline.predict)
+    evaluate, predict = unconverted(shared.Pipeline.evaluate), unconverted(shared.Pipeline.predict)
 
     def gradients(self) -> list[tf.Tensor]:
         """Return the gradients of the last step, summed over micro-batches, one per trainable variable.
@@ -130,32 +134,39 @@ class Pipeline(shared.Pipeline):
 
         Args:
             options: Arguments of `hvd.DistributedGradientTape`, which reduces the gradients. The default of
-                `process_set` is the one that `hybrid` returned.
+                `process_set` is the one that `hybrid` returned; without `hybrid`, several stages need this argument.
 
         Returns:
             Tensors as of `gradients`.
 
         Raises:
-            ValueError: `process_set` has other ranks than the replicas of this stage.
+            ValueError: `process_set` has other ranks than the replicas of this stage, or is missing.
             RuntimeError: There was no step yet, or the last one failed.
             PipelineError: Another rank has failed. Horovod's own errors are raised too.
         """
         gradients = self.gradients()
         return self._guarded(self._reduced, gradients, options) if gradients else []
 
-    def _next_batch(self, training: bool, compares: bool = True) -> Batch:
+    def _next_batch(self, training: bool, has_loss: bool = True) -> Batch:
         if not tf.executing_eagerly():
             raise RuntimeError(
                 "step, evaluate and predict need eager execution, got a call inside a tf.function or graph: call step "
                 "eagerly; to compile a stage, make its call a tf.function"
             )
-        return super()._next_batch(training, compares)
+        return super()._next_batch(training, has_loss)
 
     def _reduced(self, gradients: list[tf.Tensor], options: dict) -> list[tf.Tensor]:
         from hvd_sparse.tensorflow import reduce_gradients  # needs Horovod, which a pipeline alone does not
 
         own = self._channel.process_set
-        if own is not None and options.setdefault("process_set", own).process_set_id != own.process_set_id:
+        if own is not None:
+            options.setdefault("process_set", own)
+        elif self.stages > 1 and options.get("process_set") is None:
+            raise ValueError(
+                "process_set must have the replicas of this stage, such as the one that hybrid() returns, got none: "
+                "Horovod would add the gradients of different stages"
+            )
+        if own is not None and options["process_set"].process_set_id != own.process_set_id:
             raise ValueError(
                 "process_set must be the one that hybrid() returned: with another one, Horovod would add the gradients "
                 "of different stages"
@@ -171,6 +182,7 @@ class Pipeline(shared.Pipeline):
                 f"{type(self.stage).__name__}"
             )
         self._signature = inspect.signature(getattr(self.stage, "call", self.stage))
+        self._gets_training = _is_keras(self.stage) or _takes_training(self._signature)
 
     def _made(self, boundary: ThresholdBoundary | float) -> ThresholdBoundary:
         return boundary if isinstance(boundary, ThresholdBoundary) else ThresholdBoundary(boundary)
@@ -200,22 +212,24 @@ class Pipeline(shared.Pipeline):
             )
         dtype = checked_dtype(name, leaf.dtype, DTYPES)
         mask, boundary = None, None
-        if leaf.dtype.is_floating and leaf.shape.rank > 1 and len(leaf) > 0:
+        if leaf.dtype.is_floating and leaf.shape.rank > 1 and tf.size(leaf) > 0:
             boundary = self._boundary_of(name)
         if boundary is not None and boundary.settings.density < 1.0:
             mask = boundary.mask(leaf, training).numpy()
+        elif boundary is not None:
+            boundary.call(leaf)  # counts; all elements are sent
         return Tensor(_as_array(leaf), dtype, mask, bool(name) and training and dtype in message.DIFFERENTIABLE)
 
-    def _forward(self, run: shared.Pass, targets, weight: float, training: bool):
+    def _forward(self, micro_batch: MicroBatch, targets, weight: float, training: bool):
         if not training:
-            outputs = self._call(tree.unflatten(run.inputs, run.structure), False)
-            run.loss = None if targets is None else self._compared(outputs, targets) * weight
+            outputs = self._call(tree.unflatten(micro_batch.inputs, micro_batch.structure), False)
+            micro_batch.loss = None if targets is None else self._checked_loss(outputs, targets) * weight
             return outputs
         with tf.GradientTape() as tape:
-            tape.watch(_wanted(run))
-            outputs = self._call(tree.unflatten(run.inputs, run.structure), True)
+            tape.watch(micro_batch.wanted())
+            outputs = self._call(tree.unflatten(micro_batch.inputs, micro_batch.structure), True)
             if targets is not None:
-                run.loss = self._compared(outputs, targets) * weight
+                micro_batch.loss = self._checked_loss(outputs, targets) * weight
             added = [loss for loss in getattr(self.stage, "losses", ()) if tf.is_tensor(loss)]
             if any(map(tf.is_symbolic_tensor, added)):
                 raise ValueError(
@@ -223,20 +237,22 @@ class Pipeline(shared.Pipeline):
                     "trained: leave the stage's call uncompiled, or regularize weights"
                 )
             if added:  # once for the whole batch
-                share = run.head.rows / run.head.total_rows
-                run.added = share * tf.add_n([tf.cast(loss, tf.float32) for loss in added])
-        run.tape = tape
+                share = micro_batch.head.rows / micro_batch.head.total_rows
+                micro_batch.added = share * tf.add_n([tf.cast(loss, tf.float32) for loss in added])
+        micro_batch.tape = tape
         return outputs
 
-    def _backward(self, run: shared.Pass, gradients: list[Tensor] | None) -> list[np.ndarray]:
-        roots, seeds = [run.loss], None
+    def _backward(self, micro_batch: MicroBatch, gradients: list[Tensor] | None) -> list[np.ndarray]:
+        tape, loss, added = micro_batch.tape, micro_batch.loss, micro_batch.added
+        roots, seeds = [loss], None
         if gradients is not None:
-            roots = [leaf for leaf, sent in zip(run.outputs, run.passed_on, strict=True) if sent.gradient]
+            sent = zip(micro_batch.outputs, micro_batch.passed_on, strict=True)
+            roots = [leaf for leaf, tensor in sent if tensor.gradient]
             seeds = [self._from_wire(gradient) for gradient in gradients]
-        if run.added is not None:
-            roots, seeds = [*roots, run.added], [*(seeds or [tf.ones_like(run.loss)]), tf.ones_like(run.added)]
+        if added is not None:
+            roots, seeds = [*roots, added], [*(seeds or [tf.ones_like(loss)]), tf.ones_like(added)]
         variables = [unwrapped(variable) for variable in self.stage.trainable_variables]
-        found = run.tape.gradient(roots, [*variables, *_wanted(run)], seeds, tf.UnconnectedGradients.ZERO)
+        found = tape.gradient(roots, [*variables, *micro_batch.wanted()], seeds, tf.UnconnectedGradients.ZERO)
         dense = [tf.convert_to_tensor(gradient) for gradient in found]
         own, inputs = dense[: len(variables)], dense[len(variables) :]
         before = self._gradients
@@ -245,12 +261,12 @@ class Pipeline(shared.Pipeline):
 
     def _call(self, given, training: bool):
         """Call the stage, in the way that it takes what it is given."""
-        options = {"training": training} if _takes_training(self._signature) else {}
+        options = {"training": training} if self._gets_training else {}
         if isinstance(given, (tuple, dict)) and _takes_one(self._signature, given):
             return self.stage(given, **options)
         return tree.call(self.stage, given, **options)
 
-    def _compared(self, outputs, targets) -> tf.Tensor:
+    def _checked_loss(self, outputs, targets) -> tf.Tensor:
         """Return the loss; TypeError or ValueError if it is no scalar tensor."""
         is_keras = isinstance(self._loss, tf.keras.losses.Loss)
         loss = self._loss(targets, outputs) if is_keras else self._loss(outputs, targets)
@@ -261,9 +277,9 @@ class Pipeline(shared.Pipeline):
         return loss
 
 
-def _wanted(run: shared.Pass) -> list[tf.Tensor]:
-    """Return the inputs whose gradients the stage before wants."""
-    return [leaf for leaf, tensor in zip(run.inputs, run.received, strict=False) if tensor.gradient]
+def _is_keras(stage) -> bool:
+    """Return whether a stage is of Keras, of any version: its inner layers get `training` even if `call` does not."""
+    return any(base.__module__.partition(".")[0] in ("keras", "tf_keras") for base in type(stage).__mro__)
 
 
 def _takes_training(signature: inspect.Signature) -> bool:

@@ -32,7 +32,8 @@ class ThresholdBoundary(torch.nn.Module):
         seed: Seed of the order among equal magnitudes.
 
     Raises:
-        ValueError: A value is out of range, or the input has no rows or no features.
+        ValueError: A value is out of range; the input has no dimension before `start_dim`, or none from it on; or it
+            has no features.
         TypeError: A value has the wrong type.
     """
 
@@ -85,9 +86,10 @@ class ThresholdBoundary(torch.nn.Module):
             return mask
 
     def stats(self) -> dict:
-        """Return the occupancy (part of elements kept) of the last batch and in total, threshold and batches seen.
+        """Return the occupancy (part of elements kept) of the last batch and in total, threshold, and batches.
 
-        The threshold is the running mean over training batches of the rows' mean threshold. Waits for the device.
+        The threshold is the running mean over training batches of the rows' mean threshold, and `batches` their number;
+        in a `Pipeline`, micro-batches. Waits for the device.
         """
         (kept, numel), (all_kept, all_numel) = self._last.tolist(), self._total.tolist()
         return {

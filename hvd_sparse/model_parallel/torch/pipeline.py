@@ -9,6 +9,7 @@ import torch
 from hvd_sparse.model_parallel import message, tree
 from hvd_sparse.model_parallel import pipeline as shared
 from hvd_sparse.model_parallel.arguments import check_samples, checked_dtype
+from hvd_sparse.model_parallel.batch import MicroBatch
 from hvd_sparse.model_parallel.message import Tensor
 from hvd_sparse.model_parallel.torch.boundary import ThresholdBoundary
 
@@ -34,19 +35,20 @@ class Pipeline(shared.Pipeline):
             tensors of integers and bool are sent without a gradient.
         boundary: Threshold of a stage's outputs. None: none; a density; a `ThresholdBoundary`; or {name: one of these}
             for several outputs, named by key or number. Tensors of less than two dimensions are sent dense.
-        micro_batches: Number of micro-batches per batch, at most its number of samples.
+        micro_batches: Number of micro-batches per batch; a batch of fewer samples has fewer.
         schedule: "gpipe"; or "1f1b", which holds fewer activations, with bit-identical gradients.
         loss: A function of outputs and targets that returns a scalar, on the last stage.
         reduction: Reduction of `loss` over samples: "mean" (weights micro-batches by their samples) or "sum". It must
             be that of a loss object, such as `torch.nn.CrossEntropyLoss`.
         timeout: Seconds to wait for another stage.
-        communicator: An mpi4py communicator; None: the world.
+        communicator: An mpi4py communicator, in a hybrid run that of `hybrid`; None: the world.
 
     Raises:
         PipelineError: Another stage has failed.
         ValueError: A value is out of range, or another stage has other settings.
         TimeoutError: Another rank does not build its pipeline.
         TypeError: A value has the wrong type.
+        RuntimeError: MPI has one rank where Horovod has several, as under `horovodrun --gloo`.
         ImportError: mpi4py is not installed.
     """
 
@@ -95,23 +97,25 @@ class Pipeline(shared.Pipeline):
             raise TypeError(f"a stage must return tensors, got {type(leaf).__name__}")
         dtype = checked_dtype(name, leaf.dtype, DTYPES)
         mask, boundary = None, self._boundary_of(name) if leaf.dim() > 1 and leaf.numel() > 0 else None
-        if boundary is not None and leaf.is_floating_point() and boundary.settings.density < 1.0:
-            mask = boundary.train(training).mask(leaf).cpu().numpy()
+        if boundary is not None and leaf.is_floating_point():
+            if boundary.train(training).settings.density < 1.0:
+                mask = boundary.mask(leaf).cpu().numpy()
+            else:
+                boundary(leaf)  # counts; all elements are sent
         return Tensor(_as_array(leaf), dtype, mask, leaf.requires_grad)
 
-    def _forward(self, run: shared.Pass, targets, weight: float, training: bool):
+    def _forward(self, micro_batch: MicroBatch, targets, weight: float, training: bool):
         self.stage.train(training)
         with torch.set_grad_enabled(training):
             # no leaves: a stage may begin with an in-place operation, which autograd refuses for them
-            given = [leaf.clone() if leaf.requires_grad else leaf for leaf in run.inputs]
-            outputs = tree.call(self.stage, tree.unflatten(given, run.structure))
+            given = [leaf.clone() if leaf.requires_grad else leaf for leaf in micro_batch.inputs]
+            outputs = tree.call(self.stage, tree.unflatten(given, micro_batch.structure))
             if targets is not None:
-                run.loss = self._compared(outputs, targets) * weight
-                run.tape = run.loss
-                run.loss = run.loss.detach()
+                micro_batch.tape = self._checked_loss(outputs, targets) * weight
+                micro_batch.loss = micro_batch.tape.detach()
         return outputs
 
-    def _compared(self, outputs, targets) -> torch.Tensor:
+    def _checked_loss(self, outputs, targets) -> torch.Tensor:
         """Return the loss; TypeError or ValueError if it is no scalar tensor."""
         loss = self._loss(outputs, targets)
         if not isinstance(loss, torch.Tensor):
@@ -120,15 +124,15 @@ class Pipeline(shared.Pipeline):
             raise ValueError(f"loss must return a scalar, got shape {list(loss.shape)}: reduce it over samples")
         return loss
 
-    def _backward(self, run: shared.Pass, gradients: list[Tensor] | None) -> list[np.ndarray]:
+    def _backward(self, micro_batch: MicroBatch, gradients: list[Tensor] | None) -> list[np.ndarray]:
         if gradients is None:
-            run.tape.backward()
+            micro_batch.tape.backward()
         else:
-            roots = [leaf for leaf in run.outputs if leaf.requires_grad]
+            roots = [leaf for leaf in micro_batch.outputs if leaf.requires_grad]
             if roots:
                 torch.autograd.backward(roots, [self._from_wire(gradient) for gradient in gradients])
-        wanted = [leaf for leaf in run.inputs if leaf.requires_grad]
-        return [_as_array(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) for leaf in wanted]
+        found = [(leaf, leaf.grad) for leaf in micro_batch.wanted()]
+        return [_as_array(torch.zeros_like(leaf) if gradient is None else gradient) for leaf, gradient in found]
 
 
 class Boundaries(torch.nn.ModuleDict):
