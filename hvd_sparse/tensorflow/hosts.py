@@ -146,7 +146,8 @@ class Hosts:
             total = self.column.allreduce(name, sent) * scale
             if arrival.dtype.name not in HALF:
                 return total, buffers["residual"]
-            rounded, excess = round_to_half(total, arrival.dtype, self.column.rank(), self.inner(now).units)
+            rank, retained = self.column.rank(), arrival.feedback.retained
+            rounded, excess = round_to_half(total, arrival.dtype, rank, self.inner(now).units, retained)
             return rounded, buffers["residual"] + excess
 
         result, buffers["residual"] = tf.cond(now.is_dense, dense, lambda: (decoded, buffers["residual"]))

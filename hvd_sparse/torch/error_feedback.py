@@ -105,11 +105,13 @@ class ErrorFeedback:
     ) -> torch.Tensor:
         """Clamp and round a sum, float32[n], to a 16-bit type, and add this rank's part of the rest to the residual.
 
-        Other types are returned as they are. rank, units: of the ranks that share the rest; reduction: of the sum.
+        Other types are returned as they are. rank, units: of the ranks that share the rest; reduction: of the sum. Of
+        the rest, residuals have kept `retained` times already.
         """
         if dtype not in HALF:
             return total
-        most, part = torch.finfo(dtype).max, rest_of(rank, units.world_size) / units.outgoing(reduction)
+        most = torch.finfo(dtype).max
+        part = (1.0 - self.retained) * rest_of(rank, units.world_size) / units.outgoing(reduction)
         total = total.view(-1)
         rounded = total.clamp(-most, most).to(dtype)
         excess = (total - rounded).mul_(part)

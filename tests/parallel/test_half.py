@@ -65,6 +65,36 @@ def test_what_is_delivered_and_what_waits_are_what_was_fed(kind, dtype, op):
         assert sent.max() >= 65504.0, "more than one message can hold had waited"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [
+        (torch.float16, {}),
+        (torch.bfloat16, {"scope": "model"}),
+        (torch.float16, {"exchange": "reduce_scatter"}),
+        (torch.float16, {"exchange": "hierarchical", "ranks_per_host": 1}),
+        (torch.float32, {"exchange": "reduce_scatter", "values": "int2"}),
+        (torch.float32, {"exchange": "reduce_scatter", "values": "float16"}),
+    ],
+)
+def test_samomentum_has_kept_a_part_of_what_comes_back(dtype, settings):
+    """Sending u leaves m u (DGS, Algorithm 3): what is delivered, times 1 - m, and what waits are what was fed."""
+    parameters = make_parameters(SHAPES, dtype)
+    settings = {"momentum": 0.75, "density": 0.1, "min_numel": 100, "dense_fallback": None, **settings}
+    compression = Compression.samomentum(parameters.items(), **settings)
+    gradients = {name: torch.full(shape, 512.0) for name, shape in SHAPES.items()}
+    gradients["weight"].view(-1)[::30] = 30720.0
+    nothing = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    sent = torch.zeros(2000, dtype=torch.float64)
+    for t in range(40):
+        given = {name: one.numpy() for name, one in (gradients if t < 10 else nothing).items()}
+        reduced = drive(compression, parameters, given, op=hvd.Sum)
+        assert all(bool(one.isfinite().all()) for one in reduced.values())
+        sent += reduced["weight"].reshape(-1).double()
+    waiting = total(memory_of(compression, parameters, "weight"))
+    fed = 10 * gradients["weight"].reshape(-1).double() * hvd.size()
+    torch.testing.assert_close(0.25 * sent + waiting, fed, rtol=0, atol=1e-6 * float(fed.max()))
+
+
 @pytest.mark.parametrize("method", ["dgc", "samomentum"])
 @pytest.mark.parametrize("scope", ["tensor", "model"])
 def test_a_velocity_beyond_float16_travels_in_parts(method, scope):

@@ -45,6 +45,31 @@ def test_what_is_delivered_and_what_waits_are_what_was_fed(method, dtype, op, se
     assert dtype != tf.float16 or sent.max() >= 65504.0, "more than one message can hold had waited"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [
+        (tf.float16, {}),
+        (tf.float16, {"exchange": "reduce_scatter", "scope": "model"}),
+        (tf.float16, {"exchange": "hierarchical", "ranks_per_host": 1}),
+        (tf.float32, {"exchange": "reduce_scatter", "values": "int2"}),
+    ],
+)
+def test_samomentum_has_kept_a_part_of_what_comes_back(dtype, settings):
+    """Sending u leaves m u (DGS, Algorithm 3): what is delivered, times 1 - m, and what waits are what was fed."""
+    settings = {"momentum": 0.75, "density": 0.1, "min_numel": 100, "dense_fallback": None, **settings}
+    reduce = make("samomentum", dtype, hvd.Sum, **settings)
+    gradients = {name: np.full(shape, 512.0) for name, shape in SHAPES.items()}
+    gradients["weight"].reshape(-1)[::30] = 30720.0
+    sent = np.zeros(2000)
+    for t in range(40):
+        reduced = reduce({name: one * (t < 10) for name, one in gradients.items()})
+        assert all(np.isfinite(one).all() for one in reduced.values())
+        sent += reduced["weight"].reshape(-1)
+    fed = 10 * gradients["weight"].reshape(-1) * hvd.size()
+    waiting = total(memory_of(reduce.compression, "weight"))
+    np.testing.assert_allclose(0.25 * sent + waiting, fed, rtol=0, atol=1e-6 * fed.max())
+
+
 @pytest.mark.parametrize("method", ["dgc", "samomentum"])
 def test_a_velocity_beyond_float16_travels_in_parts(method):
     """Dense: momentum 0.75 makes four times the gradient of it, which is 30,720. All comes, later."""

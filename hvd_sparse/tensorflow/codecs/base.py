@@ -152,7 +152,8 @@ class Codec(abc.ABC):
             arrival.decode = lambda: total
             return []
         with beside(arrival.feedback.device):
-            rounded, excess = round_to_half(total, dtype, self.exchange.rank(), now.units)
+            rank, retained = self.exchange.rank(), arrival.feedback.retained
+            rounded, excess = round_to_half(total, dtype, rank, now.units, retained)
             arrival.decode = lambda: rounded
             rest = tf.where(now.ignores_payloads, tf.zeros_like(total), excess)
             with tf.control_dependencies(cleared):
@@ -243,13 +244,17 @@ class BucketCodec(Codec):
         return done
 
 
-def round_to_half(total: tf.Tensor, dtype: tf.DType, rank: int, units: Units) -> tuple[tf.Tensor, tf.Tensor]:
+def round_to_half(
+    total: tf.Tensor, dtype: tf.DType, rank: int, units: Units, retained: float
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Clamp and round a float32 sum over ranks to a 16-bit type; return it, float32, and the excess for this residual.
 
-    units: those of the ranks, among which this is `rank`; they share the excess. An infinite sum has none.
+    units: those of the ranks, among which this is `rank`; they share the excess, of which residuals have kept
+    `retained` times already. An infinite sum has none.
     """
     rounded = tf.cast(tf.cast(tf.clip_by_value(total, -float(dtype.max), float(dtype.max)), dtype), tf.float32)
-    excess = (total - rounded) * tf.cast(rest_of(rank, units.world_size) / units.outgoing(), tf.float32)
+    part = (1.0 - retained) * rest_of(rank, units.world_size) / units.outgoing()
+    excess = (total - rounded) * tf.cast(part, tf.float32)
     return rounded, tf.where(tf.math.is_finite(excess), excess, tf.zeros_like(excess))
 
 

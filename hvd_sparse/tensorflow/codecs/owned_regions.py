@@ -134,6 +134,7 @@ class OwnedRegions(FixedCount):
         changes = []
         with tf.control_dependencies(before):
             for arrival, inner, rest in self._cut(bucket.arrivals, *bucket.excess):
+                rest *= 1.0 - arrival.feedback.retained  # residuals have kept the other part
                 rest = tf.where(now.ignores_payloads, tf.zeros_like(rest), rest)
                 changes.append(arrival.feedback.residual.scatter_add(tf.IndexedSlices(rest, inner)))
         return changes

@@ -114,7 +114,8 @@ class OwnedRegions(FixedCount):
                 self.feedback[name].clear(self._tensor(inner), None if exact else self._tensor(rest))
         for name, inner, rest in self._parts(bucket, data.excess):
             if inner.size:
-                self.feedback[name].residual.index_add_(0, self._tensor(inner), self._tensor(rest))
+                rest = self._tensor(rest) * (1.0 - retained)  # residuals have kept the other part
+                self.feedback[name].residual.index_add_(0, self._tensor(inner), rest)
 
     def _residuals_at(self, bucket: Bucket, training: Arrivals, indices: np.ndarray) -> torch.Tensor:
         """Return this rank's residuals at these elements of a bucket, float32; zeros for frozen parameters."""
