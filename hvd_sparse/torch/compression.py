@@ -248,15 +248,17 @@ class SparseCompressor(Compressor):
         return result if gradient.is_contiguous() else torch.empty_like(gradient).copy_(result)  # keep its strides
 
     def _reduction(self, token: torch.Tensor) -> float:
-        """Return the factor by which Horovod scaled a token; it must match the step's `op`."""
+        """Return the factor for sums: by the step's `op`, which a token must match; if it is unknown, the token's."""
         units = self._step.units
         scale = reduction_scale(token, units.world_size)
         expected = units.reduction
         if expected is None and units.world_size > 1:
             self._averages = scale < 1.0
-        if expected is not None and abs(scale - expected) > 1e-5 * expected:
+        if expected is None:
+            return scale
+        if abs(scale - expected) > 1e-5 * expected:
             raise ValueError(reduction_differs(scale, expected))
-        return scale
+        return expected
 
     def _check_optimizer(self) -> None:
         """Raise ValueError if the calling optimizer has another reduction than sum and mean, or another process set."""

@@ -15,6 +15,11 @@ from hvd_sparse.units import Units
 MOST_TOGETHER = 1 << 14  # elements of a small tensor; a larger one is sent at once, during backward
 
 
+def concatenated(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return tensors as one vector, in float32 or wider: 16-bit types may not hold the sum of which a mean is taken."""
+    return torch.cat([one.reshape(-1).to(torch.promote_types(one.dtype, torch.float32)) for one in tensors])
+
+
 class DenseBucket:
     """The dense tensors that share one all-reduce of this package."""
 
@@ -26,7 +31,7 @@ class DenseBucket:
     def sum_of(self, name: str, scale: float) -> torch.Tensor:
         """Return the sum of a member over all ranks, times a scale."""
         if self._sums is None:
-            parts = self.pending.wait().mul(scale).split(list(self._sizes.values()))
+            parts = self.pending.wait().mul_(scale).split(list(self._sizes.values()))
             self._sums = dict(zip(self._sizes, parts, strict=True))
         return self._sums[name]
 

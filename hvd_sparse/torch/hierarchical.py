@@ -1,8 +1,8 @@
 """The optimizer step of the hierarchical exchange: hosts sum gradients, compress shards and exchange these.
 
 `hvd_sparse.hierarchy` describes the algorithm. Each column of ranks has a separate `Step` for its shards. This class
-passes the sums over a host's ranks to that step and distributes its results. Horovod sends small tensors dense, as in
-any step; with clip_scope="model" they wait for the norm of the whole gradient, and are all-reduced together.
+passes the sums over a host's ranks to that step and distributes its results. Small tensors are sent dense, in one
+all-reduce over all ranks.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from hvd_sparse.buckets import plan_buckets
 from hvd_sparse.granularity import channels_of
 from hvd_sparse.hierarchy import algorithm_between_hosts, find_hierarchy
 from hvd_sparse.torch.codecs.base import Arrival, sum_buffer
-from hvd_sparse.torch.dense_bucket import DenseBucket, take_dense
+from hvd_sparse.torch.dense_bucket import DenseBucket, concatenated, take_dense
 from hvd_sparse.torch.error_feedback import ErrorFeedback, StatePart, clip_ratio, make_error_feedback
 from hvd_sparse.torch.exchange import Exchange
 from hvd_sparse.torch.hosts import Host, Shard, ShardResult, Shards
@@ -49,7 +49,7 @@ class HierarchicalStep:
         self.expected: tuple[str, ...] = ()
         self._tokens = Tokens()
         self._clips_model = algorithm.clips == "model"
-        self._together: DenseBucket | None = None  # the small tensors, if they wait for the norm of all gradients
+        self._dense_of: dict[str, DenseBucket] = {}  # the message of the small tensors, for each of them
 
     # State
 
@@ -188,31 +188,25 @@ class HierarchicalStep:
         if self.inner is not None:
             self.inner.begin(number, Units(len(self.hierarchy.hosts), units.reduction, units.loss_scale))
         large = [name for name in self.expected if name in self.cuts]
-        self._tokens.begin(self.rank, len(self.expected if self._clips_model else large))
+        self._tokens.begin(self.rank, len(self.expected))
         self._planned = plan_buckets({name: 4 * self.parameters[name].numel() for name in large}, HOST_BYTES, "host")
         self._missing = {title: set(names) for title, names in self._planned.items()}
         self._title_of = {name: title for title, names in self._planned.items() for name in names}
 
     def add(self, arrival: Arrival) -> torch.Tensor:
-        """Add one gradient to the step; return the tensor for Horovod to all-reduce: a token or the dense tensor."""
+        """Add one gradient to the step; return the token for Horovod to all-reduce."""
         name = arrival.name
         self.arrivals[name] = arrival
-        if name in self.cuts:
-            if name in self._title_of:
-                self._missing[self._title_of[name]].discard(name)
-                self._start_full()
-            return self._tokens.take()
-        if self._clips_model:
-            return self._tokens.take()
-        arrival.carries_token = False
-        return self._take_dense(arrival)
+        if name in self._title_of:
+            self._missing[self._title_of[name]].discard(name)
+            self._start_full()
+        return self._tokens.take()
 
     def finish(self) -> None:
         """Sum the gradients over the host's ranks, compress this rank's shards, and start exchanging them."""
         with self.traffic.timed("exchange"):
             self._presence.check(self.units.world_size)
-        if self._clips_model:
-            self._start_together()
+        self._start_small()
         unplanned = [name for name in self.arrivals if name in self.cuts and name not in self._title_of]
         late = plan_buckets({name: 4 * self.parameters[name].numel() for name in unplanned}, HOST_BYTES, "late")
         for title, names in (self._planned | late).items():
@@ -251,12 +245,11 @@ class HierarchicalStep:
                 begin, end = self.cuts[arrival.name][shard : shard + 2].tolist()
                 part.put(out.view(-1)[begin:end], at)
             return out
-        if self._together is not None:
-            with self.traffic.timed("exchange"):
-                carried = self._together.sum_of(arrival.name, scale)
+        with self.traffic.timed("exchange"):
+            total = self._dense_of[arrival.name].sum_of(arrival.name, scale)
         if arrival.commit is not None:
             arrival.commit()
-        return carried
+        return total
 
     def end(self) -> None:
         """End a complete step."""
@@ -272,7 +265,7 @@ class HierarchicalStep:
     def _drop_tensors(self) -> None:
         """Drop the tensors of a step."""
         self.arrivals, self._finite, self._groups, self._within = {}, [], {}, {}
-        self._sums, self._together = None, None
+        self._sums, self._dense_of = None, {}
 
     # Small tensors
 
@@ -282,19 +275,22 @@ class HierarchicalStep:
             arrival.factor = self._clip(arrival) * self.units.incoming
         sent, finite = take_dense(arrival, self.small[arrival.name], self.units)
         self._finite += finite
-        self.traffic.count(payload_bytes=sent.nbytes, sent=arrival.gradient.numel())
+        self.traffic.count(sent=arrival.gradient.numel())
         return sent
 
-    def _start_together(self) -> None:
-        """Compute the factor that clips the whole gradient, and start one all-reduce of all small tensors."""
+    def _start_small(self) -> None:
+        """Start one all-reduce of all small tensors; first compute the factor that clips the whole gradient."""
         arrivals = [self.arrivals[name] for name in sorted(self.arrivals)]
-        gradients = [arrival.gradient for arrival in arrivals if not arrival.frozen]
-        self._whole_ratio = clip_ratio(self.algorithm, self.units, gradients)
+        if self._clips_model:
+            gradients = [arrival.gradient for arrival in arrivals if not arrival.frozen]
+            self._whole_ratio = clip_ratio(self.algorithm, self.units, gradients)
         small = [arrival for arrival in arrivals if arrival.name not in self.cuts]
         if small:
-            whole = torch.cat([self._take_dense(arrival).reshape(-1) for arrival in small])
-            self._together = DenseBucket(small, self.exchange.allreduce("dense", whole))
-            self._collectives.append(self._together.pending)
+            whole = concatenated([self._take_dense(arrival) for arrival in small])
+            self.traffic.count(payload_bytes=whole.nbytes)
+            message = DenseBucket(small, self.exchange.allreduce("dense", whole))
+            self._dense_of = dict.fromkeys((arrival.name for arrival in small), message)
+            self._collectives.append(message.pending)
 
     # Within a host
 

@@ -16,9 +16,8 @@ DENSE = -1  # in place of the number of entries: all elements follow
 class ShardResult(NamedTuple):
     """A shard of results: its nonzero entries, or all of its elements."""
 
-    size: int
     indices: torch.Tensor | None  # int64[m], ascending; None: all
-    values: torch.Tensor  # float32[m], or float32[size]
+    values: torch.Tensor  # float32[m], or of all elements
 
     def put(self, out: torch.Tensor, begin: int) -> None:
         """Write n elements, from `begin` on, to `out`, float32[n]."""
@@ -80,7 +79,7 @@ class Host:
         sent as indices and values.
         """
         if self.size == 1:
-            return Pending(finish=lambda: [ShardResult(sizes[0], None, torch.cat(list(pieces)))])
+            return Pending(finish=lambda: [ShardResult(None, torch.cat(list(pieces)))])
         most, packed = WORD_BYTES * (2 + max(sizes)), _packed(pieces)
         self.exchange.traffic.count(payload_bytes=packed.numel())
         gathered = self.exchange.allgather(name, packed, most)
@@ -143,4 +142,4 @@ def _unpacked(message: torch.Tensor, sizes: Sequence[int]):
         at += max(0, count)
         values = words[at : at + (entries + 1) // 2].view(torch.float32)[:entries]
         at += (entries + 1) // 2
-        yield ShardResult(size, indices, values)
+        yield ShardResult(indices, values)

@@ -17,8 +17,6 @@ def extra_reference(tensor: torch.Tensor) -> torch.Tensor:
     return holder
 
 
-def extra_references(found: object) -> list[torch.Tensor]:
-    """Return such objects for all tensors in a nested tuple."""
-    if isinstance(found, torch.Tensor):
-        return [extra_reference(found)]
-    return [holder for one in found for holder in extra_references(one)] if isinstance(found, Iterable) else []
+def extra_references(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return such an object for each tensor."""
+    return [extra_reference(tensor) for tensor in tensors]

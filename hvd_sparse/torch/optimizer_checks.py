@@ -67,11 +67,12 @@ class OptimizerChecks:
         own = self._own_ids(optimizer)
         if not own:
             return
+        has_reduced = bool(self._due & own)  # else the scale of its last step says nothing of this one
         self._due -= own
         self._stepped |= own
-        self._warn_of_momentum(optimizer)
+        self._warn_of_momentum(optimizer, own)
         reduces = getattr(optimizer, "_should_synchronize", False)  # Horovod's: the compressor then raises an error
-        scaler = stepping_scaler() if self._needs_scale and not reduces else None
+        scaler = stepping_scaler() if self._needs_scale and has_reduced and not reduces else None
         if scaler is not None and not self.is_scaled:
             raise RuntimeError(NOT_SCALED)
         if scaler is not None and scaler.get_scale() != self.scale:
@@ -101,11 +102,15 @@ class OptimizerChecks:
             self._known[optimizer] = len(groups), own
         return own
 
-    def _warn_of_momentum(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn once of each optimizer; in any step, as a scheduler or load_state_dict may set the momentum later."""
+    def _warn_of_momentum(self, optimizer: torch.optim.Optimizer, own: set[int]) -> None:
+        """Warn once of each optimizer; in any step, as a scheduler or load_state_dict may set the momentum later.
+
+        own: the parameters of this compressor that it has.
+        """
         inner = self._algorithm.local_momentum
         if inner > 0.0 and optimizer not in self._told_of_momentum and self._warns():
-            outer = max(map(_momentum_of, optimizer.param_groups), default=0.0)
+            groups = [group for group in optimizer.param_groups if own & set(map(id, group["params"]))]
+            outer = max(map(_momentum_of, groups), default=0.0)
             if outer > 0.0:
                 self._told_of_momentum.add(optimizer)
                 warn(two_momenta(outer, self._algorithm.name, inner))

@@ -19,7 +19,7 @@ from hvd_sparse.dense_fallback import DenseFallback, TensorSize
 from hvd_sparse.torch import ops
 from hvd_sparse.torch.codecs import CODECS
 from hvd_sparse.torch.codecs.base import Arrival, Bucket, Round
-from hvd_sparse.torch.dense_bucket import DenseBucket, SmallTensors, take_dense
+from hvd_sparse.torch.dense_bucket import DenseBucket, SmallTensors, concatenated, take_dense
 from hvd_sparse.torch.device import device_of, is_cuda, refuse_damage
 from hvd_sparse.torch.error_feedback import ErrorFeedback, StatePart, clip_ratio, make_error_feedback
 from hvd_sparse.torch.exchange import SMALL_BYTES, Exchange, Pending
@@ -331,8 +331,7 @@ class Step:
             self.codec.finite.append(taken.finite)
             self.traffic.count(sent=taken.sent.numel())
             return taken.sent
-        parts = [self._take_dense(arrival).reshape(-1) for arrival in arrivals]
-        return torch.cat([part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts])
+        return concatenated([self._take_dense(arrival) for arrival in arrivals])
 
     def _start(self, bucket: Bucket) -> None:
         bucket.is_started = True

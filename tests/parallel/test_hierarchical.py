@@ -3,7 +3,6 @@
 import functools
 
 import horovod.torch as hvd
-import leftover_sets
 import numpy as np
 import pytest
 import torch
@@ -20,12 +19,6 @@ pytestmark = [
 
 IN_PAIRS = {"exchange": "hierarchical", "ranks_per_host": 2, "dense_fallback": None}
 LAYOUTS = {2: [1, 2], 3: [1, 2, [1, 2], [2, 1], 3], 4: [1, 2, [3, 1], 4]}.get(hvd.size(), [1, 2])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_sets_left():
-    yield
-    leftover_sets.remove(hvd)
 
 
 def hosts_of(layout):
@@ -256,6 +249,14 @@ def test_gradients_of_16_bits(dtype):
     for name in ("body.weight", "head.weight"):
         left = whole(compressor, name).numpy().reshape(SHAPES[name])
         np.testing.assert_allclose(ledger.out[name] + left, ledger.fed[name], rtol=0, atol=1e-2)
+
+
+def test_the_mean_of_small_tensors_of_16_bits_may_need_a_larger_sum():
+    parameters = make_parameters({"tiny": (5,), "large": (3000,)}, torch.float16)
+    compression = Compression.topk(parameters.items(), 0.01, exchange="hierarchical", ranks_per_host=1)
+    gradients = {"tiny": np.full(5, 40000.0), "large": np.ones(3000)}
+    reduced = drive(compression, parameters, gradients, op=hvd.Average)
+    assert reduced["tiny"].tolist() == [40000.0] * 5
 
 
 def test_missing_frozen_and_late_gradients():

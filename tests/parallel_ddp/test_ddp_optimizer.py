@@ -53,6 +53,43 @@ def test_a_loss_scale_that_was_not_set_is_an_error():
     assert_ranks_agree(model)
 
 
+def two_models(second_momentum=0.0):
+    """Two models, each compressed, in two parameter groups of one optimizer."""
+    models = [nn.Linear(40, 30), nn.Linear(40, 30)]
+    momenta = zip(models, (0.9, 0.0), strict=True)
+    compressions = [Compression.dgc(one.named_parameters(), 0.1, momentum=m, min_numel=100) for one, m in momenta]
+    models = [DistributedDataParallel(one) for one in models]
+    for model, compression in zip(models, compressions, strict=True):
+        compression.register(model)
+    groups = [{"params": list(one.parameters())} for one in models]
+    groups[1]["momentum"] = second_momentum
+    return models, compressions, torch.optim.SGD(groups, lr=0.1)
+
+
+def test_the_scale_of_a_model_that_a_step_leaves_out_may_be_old():
+    models, compressions, optimizer = two_models()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for compression in compressions:
+            compression.loss_scale = scaler.get_scale()
+        loss = sum(loss_of(model) for model in models[: 1 if step == 1 else 2])
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 64.0
+    for model in models:
+        assert_ranks_agree(model)
+
+
+def test_the_momentum_of_another_models_group_is_not_warned_of():
+    models, _, optimizer = two_models(second_momentum=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sum(map(loss_of, models)).backward()
+        optimizer.step()
+
+
 def test_a_scaler_that_is_switched_off_needs_no_loss_scale():
     model, _, optimizer = build(sgd)
     scaled_step(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
