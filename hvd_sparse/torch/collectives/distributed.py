@@ -12,6 +12,7 @@ import abc
 import atexit
 import functools
 import time
+import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
@@ -31,7 +32,8 @@ if dist.is_available():
     # of its functions keep the process group, and destroy_process_group never ends the threads of gloo.
     import torch.distributed.nn
 
-_subsets: dict[tuple[int, ...], tuple[object, Any]] = {}  # {ranks: (incarnation, process group)}
+# {world: {ranks: process group}}. It keeps none of them alive, so that destroy_process_group ends their threads.
+_subsets: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -208,13 +210,12 @@ class DistributedCollectives(Collectives):
     def subsets(self, hierarchy: Hierarchy) -> dict[tuple[int, ...], Collectives]:
         """Return {ranks: their collectives} for each host and column that contains this rank; create missing groups."""
         found: dict[tuple[int, ...], Collectives] = {}
+        groups = _subsets.setdefault(self.incarnation(), {})
         for ranks in dict.fromkeys((*hierarchy.hosts, *hierarchy.columns)):
-            incarnation, group = _subsets.get(ranks, (None, None))
-            if incarnation is not self.incarnation():
-                group = dist.new_group(list(ranks))
-                _subsets[ranks] = self.incarnation(), group
+            if ranks not in groups:
+                groups[ranks] = dist.new_group(list(ranks))
             if dist.get_rank() in ranks:
-                own = DistributedCollectives(group)
+                own = DistributedCollectives(groups[ranks])
                 found[ranks], own.device, own._whole = own, self.device, self
         return found
 
