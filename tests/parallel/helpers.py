@@ -16,10 +16,6 @@ def make_parameters(shapes=SHAPES, dtype=torch.float32, seed=1):
     return {name: torch.nn.Parameter(torch.tensor(drawn[name]).to(dtype)) for name in shapes}
 
 
-def shapes_of(parameters):
-    return {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-
-
 def distributed(parameters, compression=hvd.Compression.none, lr=0.1, optimizer=None, **options):
     """Return hvd.DistributedOptimizer around SGD.
 

@@ -4,7 +4,6 @@ The device here is "meta", whose tensors have no values: reading one that should
 """
 
 import horovod.torch as hvd
-import leftover_sets
 import pytest
 import torch
 from gradients import SHAPES, draw
@@ -39,12 +38,6 @@ MAKERS = {
     },
     "hard_threshold": lambda named: Compression.hard_threshold(named, 0.05, min_numel=100),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_sets_left():
-    yield
-    leftover_sets.remove(hvd)
 
 
 def trained(method, device):

@@ -1,7 +1,6 @@
 """torch.set_default_dtype changes nothing for parameters whose type is given."""
 
 import horovod.torch as hvd
-import leftover_sets
 import pytest
 import torch
 from gradients import SHAPES, draw
@@ -19,12 +18,6 @@ MAKERS = {
         named, 0.05, min_numel=100, exchange="hierarchical", ranks_per_host=hvd.size()
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_sets_left():
-    yield
-    leftover_sets.remove(hvd)
 
 
 @pytest.fixture(params=[torch.float64, torch.float16, torch.bfloat16], ids=str)

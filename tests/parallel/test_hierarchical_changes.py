@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import horovod.torch as hvd
-import leftover_sets
 import pytest
 import torch
 from gradients import SHAPES, draw, whole_numbers
@@ -18,12 +17,6 @@ pytestmark = [
     pytest.mark.skipif(hvd.size() == 1, reason="hosts of several ranks need several ranks"),
 ]
 CHANGES = pytest.mark.parametrize("layouts", [(hvd.size(), 1), (1, hvd.size())], ids=str)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_sets_left():
-    yield
-    leftover_sets.remove(hvd)
 
 
 def lay_out_anew(compressor, ranks_per_host):

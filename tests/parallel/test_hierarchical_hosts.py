@@ -3,11 +3,10 @@
 import math
 
 import horovod.torch as hvd
-import leftover_sets
 import pytest
 import torch
 from gradients import SCOPES, SHAPES, draw
-from helpers import assert_ranks_agree, drive, make_parameters
+from helpers import assert_alive, assert_ranks_agree, drive, make_parameters
 from test_hierarchical import Ledger
 
 from hvd_sparse.torch import Compression
@@ -19,12 +18,6 @@ pytestmark = [
     pytest.mark.skipif(hvd.size() == 1, reason="hosts need several ranks"),
     pytest.mark.each_value,
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_sets_left():
-    yield
-    leftover_sets.remove(hvd)
 
 
 @pytest.mark.parametrize("per_host", RANKS_PER_HOST)
@@ -73,3 +66,19 @@ def test_a_loss_scale_changes_nothing_but_the_gradients(method, settings, betwee
             torch.testing.assert_close(other[name], one[name], rtol=1e-5 * is_small, atol=1e-5 * is_small)
     torch.testing.assert_close(kept_scaled, kept, rtol=0.0, atol=0.0)
     assert kept["head.weight"]["residual"].any()
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("elastic job", 'does not work in elastic jobs: take "gather" or "reduce_scatter"'),
+        ("process set", r"needs all ranks of the job: leave out process_set, got ranks \[0\]"),
+    ],
+)
+def test_it_is_refused_where_the_ranks_are_not_those_of_the_job(where, message, monkeypatch):
+    if where == "elastic job":
+        monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    settings = {"process_set": hvd.add_process_set([0])} if where == "process set" else {}
+    with pytest.raises(ValueError, match=message):
+        Compression.gradient_dropping(make_parameters().items(), 0.05, **settings, **HOSTS)
+    assert_alive()

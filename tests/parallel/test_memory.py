@@ -4,7 +4,6 @@ import gc
 import weakref
 
 import horovod.torch as hvd
-import leftover_sets
 import pytest
 import torch
 from gradients import SHAPES, draw
@@ -13,12 +12,6 @@ from helpers import distributed, make_parameters, step
 from hvd_sparse.torch import Compression
 
 SETTINGS = {"density": 0.05, "min_numel": 100}
-
-
-@pytest.fixture(autouse=True)
-def _without_leftover_sets():
-    yield
-    leftover_sets.remove(hvd)
 
 
 def bytes_held():

@@ -4,7 +4,6 @@ import io
 import warnings
 
 import horovod.torch as hvd
-import leftover_sets
 import pytest
 import torch
 from gradients import SCOPES, SHAPES, draw, shuffled, whole_numbers
@@ -29,12 +28,6 @@ MAKERS = {
         named, 0.02, warmup=WarmUp(0.02, steps=8), nesterov=True, scope=scope, min_numel=100, seed=9
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_sets_left():
-    yield
-    leftover_sets.remove(hvd)
 
 
 def through_a_file(state):

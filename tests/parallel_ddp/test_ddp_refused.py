@@ -179,6 +179,25 @@ def test_settings_that_differ_are_refused_on_every_rank():
     assert_alive()
 
 
+@pytest.mark.parametrize("call", ["reset", "load_state_dict"])
+def test_a_call_between_two_buckets_of_a_backward_pass_is_refused(call):
+    """The rest of the step would lack the gradients of the first bucket."""
+    trainer = Trainer(density=0.05)
+    for step in range(2):
+        trainer.step(draw(SHAPES, step, dist.get_rank()))
+    compression, state = trainer.compression, trainer.compression.state_dict()
+
+    def interrupt(parameter):
+        if 0 < len(compression._arrived_names) < len(SHAPES) and compression._under_way:
+            compression.reset() if call == "reset" else compression.load_state_dict(state)
+
+    for _, parameter in trainer.model.named():
+        parameter.register_post_accumulate_grad_hook(interrupt)
+    with pytest.raises(RuntimeError, match=r"reset\(\) or load_state_dict\(\) was called during a backward pass"):
+        trainer.reduced(draw(SHAPES, 2, dist.get_rank()))
+    assert_alive()
+
+
 def test_two_models_side_by_side():
     """Their steps interleave: collectives start in the same order on all ranks."""
     trainers = [Trainer("dgc", density=0.05, momentum=0.9), Trainer("dct", density=0.05)]

@@ -6,7 +6,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 from documented import scripts_of
-from tf_helpers import several
+from tf_helpers import assert_ranks_agree, several
 
 SCRIPTS = scripts_of("tensorflow")
 
@@ -20,3 +20,5 @@ def test_runs_and_compresses(script):
     names = {"batches": [(one, (one[:, 0] > 0).astype(int)) for one in inputs]}
     exec(compile(SCRIPTS[script], script, "exec"), names)
     assert names["compression"].stats()["steps"] > 0
+    weights = names["model"].trainable_variables if "model" in names else names["weights"]
+    assert_ranks_agree({str(number): weight.numpy() for number, weight in enumerate(weights)})

@@ -1,7 +1,6 @@
 """Variables without a gradient: frozen integers are ignored, others take no part in a step that has no gradient."""
 
 import horovod.tensorflow as hvd
-import leftover_sets
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -26,12 +25,6 @@ CASES = {
     "random_k": ("random_k", {}),
 }
 QUICK = ("reduce_scatter, completed", "hierarchical", "dct", "micro")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_sets_left():
-    yield
-    leftover_sets.remove(hvd)
 
 
 def test_frozen_integers_are_left_out():

@@ -3,7 +3,6 @@
 import functools
 
 import horovod.tensorflow as hvd
-import leftover_sets
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -19,12 +18,6 @@ from hvd_sparse.tensorflow.codecs.owned_regions import Message
 pytestmark = pytest.mark.skipif(hvd.size() == 1, reason="hosts of several ranks need several ranks")
 
 LAYOUTS = sorted({1, hvd.size(), *([2] if hvd.size() % 2 == 0 else [])})
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_sets_left():
-    yield
-    leftover_sets.remove(hvd)
 
 
 def whole(compression, name, kind="residual"):
@@ -334,3 +327,22 @@ def test_a_loss_scale_changes_nothing_but_the_gradients(method, settings, layout
         for kind, values in buffers.items():
             np.testing.assert_array_equal(kept_scaled[name][kind], values, err_msg=f"{name}.{kind}")
     assert kept["head.weight"]["residual"].any()
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("elastic job", 'does not work in elastic jobs: take "gather" or "reduce_scatter"'),
+        ("process set", r"needs all ranks of the job: leave out process_set, got ranks \[0\]"),
+        ("before hvd.init()", r"needs to know the hosts: call hvd\.init\(\) first"),
+    ],
+)
+def test_it_is_refused_where_the_ranks_are_not_those_of_the_job(where, message, monkeypatch):
+    settings = {"process_set": hvd.add_process_set([0])} if where == "process set" else {}
+    if where == "elastic job":
+        monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    elif where == "before hvd.init()":
+        monkeypatch.setattr(hvd, "is_initialized", lambda: False)
+    with pytest.raises(ValueError, match=message):
+        Compression.gradient_dropping([tf.Variable(tf.zeros([300]))], 0.05, exchange="hierarchical", **settings)
+    assert_alive()

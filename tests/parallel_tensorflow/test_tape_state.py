@@ -337,7 +337,7 @@ def test_reset(method, scope):
 
 
 PRESENCE = 8 * 2 * (1 + 1 + 1 + 1 + 6)  # one for each rank; step, loss scale, place, a digest of six; and their squares
-VOTE, TOKEN = 16, 8
+VOTE, TOKEN = 16, 8  # a token: two elements of the gradient's type, here of float32
 
 
 @pytest.mark.rank_counts
@@ -353,7 +353,7 @@ def test_stats_are_those_worked_out_by_hand(dtype, scope, values):
     assert counts in ([30, 25], [55])
     payloads = sum(wire.payload_size(n, k, value_dtype=values) for n, k in zip(sizes, counts, strict=True))
     item = np.dtype(dtype).itemsize
-    payload_bytes, dense_bytes = payloads + 2 * TOKEN + 20 * item + VOTE + PRESENCE, 1120 * item
+    payload_bytes, dense_bytes = payloads + 2 * TOKEN * item // 4 + 20 * item + VOTE + PRESENCE, 1120 * item
     reduce = Reducer(variables, compression)
     assert compression.stats()["steps"] == compression.stats()["total"]["dense_bytes"] == 0
     for steps in (1, 2, 3):

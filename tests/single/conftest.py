@@ -1,7 +1,10 @@
-"""Fixtures: values of every awkward kind, as torch tensors of any floating-point type."""
+"""Fixtures: values of every awkward kind, jobs of several processes, modules of the examples, asynchronous sessions."""
 
 import functools
+import importlib
+from pathlib import Path
 
+import launching
 import numpy as np
 import pytest
 from kinds import MAKERS
@@ -23,6 +26,20 @@ def make():
         return torch.from_numpy(MAKERS[kind](n, np.random.default_rng(n))).to(getattr(torch, dtype))
 
     return make_values
+
+
+@pytest.fixture
+def run_job(tmp_path, monkeypatch):
+    """Return run(script, ranks, ...), see `launching.run_asynchronous_job`. A hang is a failure."""
+    monkeypatch.setattr(launching, "LIMIT_SECONDS", 60)
+    return functools.partial(launching.run_asynchronous_job, tmp_path)
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Return load(name): import a module of the folder examples."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    return importlib.import_module
 
 
 @pytest.fixture

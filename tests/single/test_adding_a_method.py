@@ -1,4 +1,4 @@
-"""Follows `docs/adding-a-method.md` in a copy of the source tree; the tests named there then pass."""
+"""Follows `docs/adding-a-method.md`: its script runs, and in a copy of the source tree, the tests named there pass."""
 
 import re
 import shutil
@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = launching.MARKS
 ROOT = Path(__file__).parent.parent.parent
-PAGE = (ROOT / "docs" / "adding-a-method.md").read_text()
+OWN_FILE, PAGE = (ROOT / "docs" / "adding-a-method.md").read_text().split("\n## 1. ")
 INSTRUCTION = re.compile(
     r"^(?:At the end of `([^`]+)`|In `([^`]+)`, below `([^`]+)`):\n\n```(?:python)?\n(.*?)^```$", re.M | re.S
 )
@@ -37,11 +37,44 @@ def tree(tmp_path_factory):
     return tree
 
 
+TRAINING = """
+import horovod.torch as hvd
+
+hvd.init()
+weight = torch.nn.Parameter(torch.zeros(2000))
+compression = MyCompression.random_block([("weight", weight)], density=0.01)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)], compression=compression)
+received, starts = torch.zeros(2000), set()
+for _ in range(5):
+    optimizer.zero_grad()
+    (weight * float(1 + hvd.rank())).sum().backward()
+    optimizer.synchronize()
+    places = weight.grad.nonzero().flatten()
+    assert places.tolist() == list(range(places[0], places[0] + 20)), "a block of 1 %"
+    received += weight.grad
+    starts.add(int(places[0]))
+    with optimizer.skip_synchronize():
+        optimizer.step()
+assert len(starts) > 1, "at a new position in each step"
+waiting = compression.state_dict(summed=True)["memory"]["weight"]["residual"]
+assert torch.equal(2 * received + waiting, torch.full([2000], 15.0))  # 5 * (1 + 2)
+assert torch.equal(hvd.broadcast(weight.detach(), 0), weight.detach())
+print("nothing is lost on rank", hvd.rank())
+"""
+
+
 def launch(tree, *command):
     environment = {"PYTHONPATH": str(tree), "HVD_SPARSE_TESTS": "all", "TF_USE_LEGACY_KERAS": "1"}
     code, output = launching.launch(["env", "-C", str(tree), *command], environment)
     assert code == 0, output
     return output
+
+
+def test_the_script_of_a_file_of_ones_own_compresses(tmp_path):
+    (code,) = re.findall(r"^```python\n(.*?)^```$", OWN_FILE, re.M | re.S)
+    (path := tmp_path / "own.py").write_text(code + TRAINING)
+    output = launch(ROOT, *launching.mpirun(2), sys.executable, str(path))
+    assert output.count("nothing is lost on rank") == 2, output
 
 
 def run_tests(tree, ranks, only, *files):

@@ -1,6 +1,5 @@
 """Asynchronous jobs that are interrupted: no rank waits for another that has ended."""
 
-import functools
 import os
 import re
 import signal
@@ -14,13 +13,6 @@ from launching import mpirun
 
 pytestmark = launching.MARKS
 SHARED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "shared")
-
-
-@pytest.fixture
-def run_job(tmp_path, monkeypatch):
-    """Return run(script, ranks, ...), see `launching.run_asynchronous_job`. A hang is a failure."""
-    monkeypatch.setattr(launching, "LIMIT_SECONDS", 60)
-    return functools.partial(launching.run_asynchronous_job, tmp_path)
 
 
 @pytest.mark.parametrize(

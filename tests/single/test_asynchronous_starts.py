@@ -1,6 +1,5 @@
 """Asynchronous runs on MPI: what they start from, a file that was saved, and sessions one after another."""
 
-import functools
 import re
 
 import launching
@@ -9,13 +8,6 @@ import pytest
 from asynchronous_job import SHAPES, loss_of
 
 pytestmark = launching.MARKS
-
-
-@pytest.fixture
-def run_job(tmp_path, monkeypatch):
-    """Return run(script, ranks, ...), see `launching.run_asynchronous_job`. A hang is a failure."""
-    monkeypatch.setattr(launching, "LIMIT_SECONDS", 60)
-    return functools.partial(launching.run_asynchronous_job, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +195,34 @@ def test_a_server_that_fails_after_its_worker_has_left(run_job):
     )
     assert code == 0 and "rank 0, close: the server on this rank has stopped: no room" in output, output
     assert all(f"rank {rank}: server 0" in output for rank in (1, 2)), output
+
+
+def test_an_mpi_that_only_one_thread_may_call_runs_what_needs_no_more(run_job):
+    """Heartbeats, a server beside a worker and several servers on a rank are refused, with a run that works."""
+    code, output = run_job(
+        """
+        refused = [{"silence": 20.0}, {"servers": "colocated"}]
+        if RANK == RANKS - 1:  # which serves
+            refused.append({"servers": 1, "threads": 2})
+        for options in refused:
+            try:
+                Job(**options)
+            except RuntimeError as error:
+                print("refused:", error)
+        session = Job(silence=None, servers=1, threads=1)
+        if session.is_worker:
+            session.train(3)
+            session.close()
+        else:
+            session.serve()
+        print("ended", RANK)
+        """,
+        ranks=2,
+        environment={"MPI4PY_RC_THREAD_LEVEL": "serialized"},
+    )
+    assert code == 0 and output.count("ended") == 2, output
+    told = "refused: this MPI was started without MPI_THREAD_MULTIPLE, which heartbeats and co-located servers need: "
+    assert output.count(told) == 5 and output.count("or pass silence=None, servers=1 and threads=1") == 5, output
 
 
 def test_a_session_within_an_exception_handler_ends_well(run_job):

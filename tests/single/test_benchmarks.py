@@ -37,24 +37,24 @@ def start(module, monkeypatch, *options):
     module.main()
 
 
-@pytest.mark.parametrize("framework", ["pytorch", pytest.param("tensorflow", marks=pytest.mark.exhaustive)])
-def test_kernels(framework):
-    options = ["--framework", framework, "--elements", "70000", "--rounds", "2", "--settle", "2"]
-    command = [sys.executable, str(BENCHMARKS / "kernels.py"), *options]
+def figures_of(script, *options):
+    """Run a benchmark as a process; return its last line."""
+    command = [sys.executable, str(BENCHMARKS / script), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("framework", ["pytorch", pytest.param("tensorflow", marks=pytest.mark.exhaustive)])
+def test_kernels(framework):
+    figures = figures_of("kernels.py", f"--framework={framework}", "--elements=70000", "--rounds=2", "--settle=2")
     assert figures["framework"] == framework and figures["elements"] == 70000
     assert {"topk_over_compress", "compress_over_memcpy", "reduce_over_memcpy", "elias_fano_bits"} <= set(figures)
     assert all(value > 0 for value in figures.values() if isinstance(value, float))
 
 
 def test_rows():
-    options = ["--rows", "9", "--columns", "300", "--rounds", "2"]
-    command = [sys.executable, str(BENCHMARKS / "rows.py"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
+    figures = figures_of("rows.py", "--rows", "9", "--columns", "300", "--rounds", "2")
     assert figures["k"] == 15 and figures["select_pack_over_topk"] > 0
 
 
@@ -62,10 +62,7 @@ def test_rows():
 def test_boundaries(tmp_path):
     names = ["dense", "laplace, 1 split, 0.05", "gradient alone with feedback, 0.05", "topk with feedback, 0.05"]
     options = ["--seeds", "0", "--steps", "3", "--rows", "600", "--processes", "1", "--out", str(tmp_path)]
-    command = [sys.executable, str(BENCHMARKS / "boundaries.py"), *options, "--runs", *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["runs"] == 4
+    assert figures_of("boundaries.py", *options, "--runs", *names)["runs"] == 4
     table = (tmp_path / "boundaries.md").read_text()
     assert all(f"| {name} |" in table for name in names)
     assert (tmp_path / "boundaries.png").read_bytes().startswith(b"\x89PNG")
@@ -328,16 +325,24 @@ def test_one_worker_of_msgd_alone(monkeypatch):
     ]
 
 
-SCRIPTS = sorted(str(path.relative_to(BENCHMARKS)) for path in BENCHMARKS.glob("**/*.py"))
+SCRIPTS = {str(path.relative_to(BENCHMARKS)): path.read_text() for path in sorted(BENCHMARKS.glob("**/*.py"))}
+COMMANDS = [
+    (script, command)
+    for script, source in SCRIPTS.items()
+    for text in [ast.get_docstring(ast.parse(source)).replace("\\\n", "")]
+    for command in re.findall(rf"benchmarks/{script} (.*--.*)", text)
+]
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_commands_of_a_docstring_have_only_switches_that_exist(script):
-    source = (BENCHMARKS / script).read_text()
-    text = ast.get_docstring(ast.parse(source)).replace("\\\n", " ")
-    for command in re.findall(rf"benchmarks/{script} (.*)", text):
-        for switch in re.findall(r"--[a-z-]+", command):
-            assert f'add_argument("{switch}"' in " ".join(source.split()).replace("( ", "("), switch
+def test_docstrings_have_commands():
+    assert len(COMMANDS) >= 20
+
+
+@pytest.mark.parametrize(("script", "command"), COMMANDS)
+def test_the_commands_of_a_docstring_have_only_switches_that_exist(script, command):
+    source = " ".join(SCRIPTS[script].split()).replace("( ", "(")
+    for switch in re.findall(r"--[a-z-]+", command):
+        assert f'add_argument("{switch}"' in source, switch
 
 
 class Parsed(Exception):

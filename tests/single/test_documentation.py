@@ -19,7 +19,9 @@ TREE = re.compile(r"^```\{toctree\}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINKED = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
 
 
-COMMAND = re.compile(r"(?:make|python|mpirun|horovodrun|torchrun|pip) |(?:[A-Z_]+=\S+ )*scripts/\S+\.sh")
+COMMAND = re.compile(
+    r"(?:make|python|pytest|mpirun|horovodrun|torchrun|pip) |hvd_sparse (?:plan|--)|(?:[A-Z_]+=\S+ )*scripts/\S+\.sh"
+)
 
 
 def commands():
@@ -58,9 +60,36 @@ def test_pipelines_run(script, tmp_path):
     assert code == 0, output
 
 
+def sources(path, folders, found):
+    """Add {path: text} of a script and of all that it imports from these folders."""
+    found[path] = path.read_text()
+    for node in ast.walk(ast.parse(found[path])):
+        names = [one.name for one in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module, *(f"{node.module}.{name}" for name in names)]
+        for name in names:
+            for folder in folders:
+                other = folder / (name.replace(".", "/") + ".py")
+                if other.exists() and other not in found:
+                    sources(other, folders, found)
+    return found
+
+
+def switches(path):
+    """Return the strings in a script, and in what it imports, that begin with dashes."""
+    text = "".join(sources(path, [path.parent, ROOT], {}).values())
+    return set(re.findall(r'"(--[a-z0-9-]+)"', text))
+
+
+def test_a_switch_of_a_command_is_one_of_its_own_script():
+    assert {"--method", "--quiet"} <= switches(ROOT / "examples" / "pytorch_digits.py")
+    assert "--lifespans" in switches(ROOT / "benchmarks" / "lifespan.py")
+    assert "--lifespans" not in switches(ROOT / "benchmarks" / "kernels.py")
+
+
 @pytest.mark.parametrize(("page", "command"), commands())
 def test_commands_exist(page, command):
-    """Targets of make, scripts and their options, modules. `train.py` is the reader's own."""
+    """Targets of make, scripts and their options, modules, tests. `train.py` is the reader's own."""
     words = shlex.split(command)
     if words[0] == "scripts/run.sh" and len(words) > 1:
         assert (ROOT / words.pop(0)).exists()
@@ -74,18 +103,19 @@ def test_commands_exist(page, command):
         assert {word for word in words[1:] if "=" not in word} <= TARGETS
     elif words[0].startswith("scripts/"):
         assert (ROOT / words[0]).exists()
+    elif "pytest" in words:
+        for path, _, name in (word.partition("::") for word in words if word.startswith("tests/")):
+            assert re.search(rf"^def {name.partition('[')[0] or '.*'}\(", (ROOT / path).read_text(), re.MULTILINE)
     elif "python" in words:
         called = words[words.index("python") + 1 :]
         if called[:1] == ["-m"]:
             assert called[1] in ("hvd_sparse", "hvd_sparse.plan")
-            source = ROOT / "hvd_sparse" / ("plan.py" if called[1].endswith("plan") else "__main__.py")
-            sources = source.read_text()
+            path = ROOT / "hvd_sparse" / ("plan.py" if called[1].endswith("plan") else "__main__.py")
         elif called[0] == "train.py":
             return
         else:
             path = ROOT / called[0]
-            sources = path.read_text() + "".join(other.read_text() for other in path.parent.glob("*.py"))
-        assert all(f'"{word}"' in sources for word in called if word.startswith("--"))
+        assert {word.partition("=")[0] for word in called if word.startswith("--")} <= switches(path)
 
 
 def messages():
@@ -120,6 +150,13 @@ def test_every_page_is_in_the_contents():
     contents = "".join(block for page in PAGES for block in TREE.findall(page.read_text()))
     listed = re.findall(r"^([a-z-]+)$", contents, re.MULTILINE)
     assert sorted(listed) == sorted(page.stem for page in DOCS.glob("*.md") if page.stem != "index")
+
+
+def test_every_example_is_in_the_table():
+    programs = [path.name for path in (ROOT / "examples").glob("*.py") if "__main__" in path.read_text()]
+    section = (DOCS / "installation.md").read_text().partition("## Examples")[2].partition("## ")[0]
+    rows = re.findall(r"^\| (`[^|]+`) \|", section, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+\.py)`", " ".join(rows))) == sorted(programs)
 
 
 def test_the_readme_is_short():

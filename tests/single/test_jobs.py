@@ -131,6 +131,23 @@ def test_a_process_set_given_to_the_optimizer_alone_is_refused(run_job):
     assert code != 0 and re.search("ValueError.*process_set", output), output
 
 
+def test_a_hierarchical_exchange_where_horovod_permits_no_process_sets_is_refused(run_job):
+    """On every rank, and collectives go on working."""
+    code, output = run_job(
+        """
+        parameters, optimizer = make(["a"], exchange="hierarchical", ranks_per_host=1)
+        try:
+            step(parameters, optimizer)
+        except ValueError as error:
+            print("refused:", error)
+        hvd.allreduce(torch.ones(1))
+        """,
+        environment={"HOROVOD_DYNAMIC_PROCESS_SETS": "0"},
+    )
+    assert code == 0 and output.count("refused: hvd_sparse: ") == 2, output
+    assert output.count('hvd.init(process_sets="dynamic"), or set HOROVOD_DYNAMIC_PROCESS_SETS=1') == 2, output
+
+
 @pytest.mark.parametrize(
     "between",
     ["pass", *(pytest.param(f"compression.{call}()", marks=pytest.mark.exhaustive) for call in ("reset", "stats"))],

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import runpy
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -179,3 +180,17 @@ def test_a_library_tells_whether_it_has_cuda_without_being_loaded(monkeypatch, t
     assert library.is_built("torch") and not library.has_cuda("torch")
     (tmp_path / "libhvd_sparse_torch.so").write_bytes(b"\x7fELF" + library.CUDA_MARK + b"\0")
     assert library.has_cuda("torch")
+
+
+def test_horovod_is_built_for_an_environment_that_exists(tmp_path):
+    """Without it, pip would install into the environment of any other python on PATH; here there is none."""
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "VENV": str(tmp_path),
+        "MPI": "system",
+        "PIP_NO_INDEX": "1",
+        "HOME": str(tmp_path),
+    }
+    command = [str(ROOT / "scripts" / "horovod.sh"), "torch"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and f"there is no {tmp_path}/bin/python" in done.stderr

@@ -1,9 +1,7 @@
 """What the examples report: JSON whatever happened, bytes of resumed runs and of PowerSGD; what they refuse."""
 
-import importlib
 import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +10,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from hvd_sparse.algorithms import Settings
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 COMMON = {"rank": 0, "size": 1, "method": "none", "plot": "", "seed": 0, "batch_size": 1, "lr": 1.0, "density": 1.0}
 COMMON |= {"verbose": False, "checkpoint": None, "epochs": 1}
 BYTES = {"bytes_per_step": 0, "density": 1.0}
@@ -22,12 +19,6 @@ EPOCHS = [{"epoch": 1, "train_loss": 2.0, "test_loss": 3.0, "accuracy": 50.0, **
 
 def arguments(**others):
     return SimpleNamespace(**{**COMMON, **others})
-
-
-@pytest.fixture
-def load(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return importlib.import_module
 
 
 def strict(text):
