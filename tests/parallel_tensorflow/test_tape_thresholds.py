@@ -118,7 +118,7 @@ def test_counts_drift_until_the_threshold_is_taken_anew():
     for t in range(20):
         reduce(draw(shapes, t, hvd.rank()))
         counts.append(round(reduce.compression.stats()["step"]["density"] * 1000))
-    assert [counts[t] for t in (0, 1, 2, 4, 10, 15)] == [50] * 6  # the life-span doubles up to 5
+    assert [counts[t] for t in (0, 1, 2, 4, 8, 13, 18)] == [50] * 7  # the life-span doubles up to 5
     assert sum(count == 50 for count in counts) < 10
 
 
