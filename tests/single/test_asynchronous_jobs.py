@@ -173,13 +173,13 @@ def test_a_push_that_is_on_its_way_is_a_sign_of_life(run_job):
         from hvd_sparse.parameter_server import ASGD
         Mailbox._progress = lambda box: None  # no thread moves messages
         shapes = {"weight": (2000, 2000)}
-        session = Job(ASGD(), shapes, silence=2.0 if RANK == 1 else None, overlap=True)  # no heartbeat
+        session = Job(ASGD(), shapes, silence=4.0 if RANK == 1 else None, overlap=True)  # no heartbeat
         if session.is_server:
             print("departures", session.serve())
         else:
             for _ in range(2):
                 session._push({"weight": np.ones(4_000_000, np.float32)}, {"weight": 0.1})
-                time.sleep(3.0)
+                time.sleep(5.0)
             session.close()
         """,
         ranks=2,
