@@ -78,7 +78,7 @@ def mpi():
 def checked_communicator(communicator):
     """Return an mpi4py communicator, COMM_WORLD for None.
 
-    ValueError for COMM_NULL; RuntimeError where each of Horovod's processes is a world of MPI of its own.
+    ValueError for COMM_NULL; RuntimeError where MPI has started each of Horovod's processes alone.
     """
     world, size = mpi().COMM_WORLD, int(os.environ.get("HOROVOD_SIZE", 1))
     if size > 1 and world.Get_size() == 1:

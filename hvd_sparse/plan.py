@@ -223,7 +223,9 @@ def candidates(args: argparse.Namespace) -> list[Candidate]:
 
 
 def recommend(used: list[Candidate], network: Network, world_size: int) -> tuple[Candidate, Candidate]:
-    """Return the candidate to recommend, and the fastest, which is another if it costs accuracy and is hardly faster.
+    """Return the candidate to recommend, and the fastest one.
+
+    They differ if the fastest costs accuracy and is less than CLEARLY times as fast as the best other one.
 
     Args:
         used: Candidates; at least one of them does not change fewer elements in a step than a gather.

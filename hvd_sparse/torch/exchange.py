@@ -157,6 +157,7 @@ class Exchange:
         """Start the all-reduce that begins a step (`hvd_sparse.torch.presence`)."""
 
         def read(total: torch.Tensor) -> torch.Tensor:
+            """Free the name of the collective, as its result is there."""
             self._asked = None
             return total
 
