@@ -10,6 +10,7 @@
 
 #include "cuts.h"
 #include "expect.h"
+#include "order.h"
 #include "random.h"
 
 namespace hvd_sparse {
@@ -118,29 +119,6 @@ TEST(IndicesOutOfRangeOrOrderChangeNothing) {
   }
 }
 
-// All indices in the order of SelectTopK, by sorting: numbers by magnitude and hash, then zeros, then NaN.
-std::vector<int64_t> TotalOrder(const std::vector<float>& values, uint64_t seed) {
-  struct Key {
-    int kind;
-    float magnitude;
-    uint64_t tie;
-    int64_t index;
-  };
-  std::vector<Key> keys;
-  for (size_t i = 0; i < values.size(); ++i) {
-    const float magnitude = std::fabs(values[i]);
-    const int kind = std::isnan(magnitude) ? 2 : magnitude == 0 ? 1 : 0;
-    keys.push_back({kind, kind == 0 ? magnitude : 0, kind == 0 ? Hash(seed, i) : i, static_cast<int64_t>(i)});
-  }
-  std::sort(keys.begin(), keys.end(), [](const Key& a, const Key& b) {
-    if (a.kind != b.kind) return a.kind < b.kind;
-    return a.magnitude != b.magnitude ? a.magnitude > b.magnitude : a.tie < b.tie;
-  });
-  std::vector<int64_t> order;
-  for (const Key& key : keys) order.push_back(key.index);
-  return order;
-}
-
 // Two vectors, with equal elements, equal differences, NaN and infinities if `awkward`.
 struct Pair {
   Pair(int64_t n, bool awkward) : minuend(DrawFloats(n, 4)), subtrahend(DrawFloats(n, 5)) {
@@ -164,7 +142,7 @@ struct Pair {
 
 void CheckSelected(Pair* pair, const std::vector<float>& difference, int64_t k, uint64_t seed) {
   const auto n = static_cast<int64_t>(difference.size());
-  const std::vector<int64_t> order = TotalOrder(difference, seed);
+  const std::vector<int64_t> order = TotalOrder({difference.begin(), difference.end()}, seed);
   std::vector<int64_t> expected(order.begin(), order.begin() + k);
   std::sort(expected.begin(), expected.end());
   const auto last = std::fabs(static_cast<double>(difference[static_cast<size_t>(order[static_cast<size_t>(k - 1)])]));

@@ -8,6 +8,7 @@
 #include "arrays.h"
 #include "cuts.h"
 #include "expect.h"
+#include "order.h"
 #include "random.h"
 
 #if defined(__SSE3__) || defined(__x86_64__)
@@ -17,28 +18,10 @@
 namespace hvd_sparse {
 namespace {
 
-// All indices in the total order, by sorting.
-std::vector<int64_t> TotalOrder(const Values& values, uint64_t seed) {
-  struct Key {
-    int kind;  // a number, a zero, NaN
-    double magnitude;
-    uint64_t tie;
-    int64_t index;
-  };
-  std::vector<Key> keys;
-  for (int64_t i = 0; i < values.size(); ++i) {
-    const double magnitude = values.Magnitude(i);
-    const int kind = std::isnan(magnitude) ? 2 : magnitude == 0 ? 1 : 0;
-    const auto index = static_cast<uint64_t>(i);
-    keys.push_back({kind, kind == 0 ? magnitude : 0.0, kind == 0 ? Hash(seed, index) : index, i});
-  }
-  std::sort(keys.begin(), keys.end(), [](const Key& a, const Key& b) {
-    if (a.kind != b.kind) return a.kind < b.kind;
-    return a.magnitude != b.magnitude ? a.magnitude > b.magnitude : a.tie < b.tie;
-  });
-  std::vector<int64_t> order;
-  for (const Key& key : keys) order.push_back(key.index);
-  return order;
+std::vector<int64_t> OrderOf(const Values& values, uint64_t seed) {
+  std::vector<double> magnitudes;
+  for (int64_t i = 0; i < values.size(); ++i) magnitudes.push_back(values.Magnitude(i));
+  return TotalOrder(magnitudes, seed);
 }
 
 std::vector<int64_t> FirstSorted(const std::vector<int64_t>& order, int64_t k) {
@@ -106,7 +89,7 @@ TEST(SmallOnesMatchASort) {
       for (const int64_t n : {1, 2, 3, 63, 64, 65, 1000, 4097}) {
         const uint64_t seed = static_cast<uint64_t>(n) * 31;
         const Values values = Draw(dtype, pattern, n, seed);
-        const std::vector<int64_t> order = TotalOrder(values, seed);
+        const std::vector<int64_t> order = OrderOf(values, seed);
         for (const int64_t k : SomeCounts(n)) {
           if (!expect::Chosen(5)) continue;
           const Case c = MakeCase(values, order, k, seed);
@@ -129,7 +112,7 @@ TEST(LargeOnesMatchASort) {
       turn += 3;
       const uint64_t seed = turn;
       const Values values = Draw(dtype, pattern, n, seed);
-      const std::vector<int64_t> order = TotalOrder(values, seed);
+      const std::vector<int64_t> order = OrderOf(values, seed);
       for (const int64_t k : {int64_t{1}, n / 1000, n / 3, n}) {
         const Case c = MakeCase(values, order, k, seed);
         const std::vector<double> hints = Hints(c.threshold);
@@ -148,7 +131,7 @@ TEST(CutsWhileGathering) {
   for (const Pattern pattern : {Pattern::kConstant, Pattern::kTies, Pattern::kAscending, Pattern::kSpread}) {
     const Values values = Draw(DType::kFloat32, pattern, 100000, 8);
     for (const uint64_t seed : {uint64_t{0}, uint64_t{1}, ~uint64_t{0}}) {
-      const std::vector<int64_t> order = TotalOrder(values, seed);
+      const std::vector<int64_t> order = OrderOf(values, seed);
       for (const int64_t k : {1, 100, 3000}) {
         const Case c = MakeCase(values, order, k, seed);
         for (const Cut& cut : AllCuts()) Check(c, 5e-324, cut, &selection);
@@ -198,7 +181,7 @@ TEST(HostThatFlushesDenormalsSelectsTheSame) {
   for (const DType dtype : kDTypes) {
     for (const Pattern pattern : {Pattern::kDenormals, Pattern::kMixed, Pattern::kAnyBits}) {
       const Values values = Draw(dtype, pattern, 5000, 2);
-      const std::vector<int64_t> order = TotalOrder(values, 3);
+      const std::vector<int64_t> order = OrderOf(values, 3);
       for (const int64_t k : {1, 500, 4999}) {
         const Case c = MakeCase(values, order, k, 3);
         for (const double hint : {0.0, c.threshold / 2, c.threshold}) {
