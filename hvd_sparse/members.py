@@ -12,6 +12,7 @@ OTHER_FRAMEWORK = (
     "hvd_sparse: the Horovod of another framework was imported after {0}. Horovod keeps one table of process sets, "
     "that of the last import, so optimizers of {0} would not exchange gradients. Import {0} last, or in another process"
 )
+NOT_INCLUDED = "hvd_sparse: this rank is not in the process_set of the compressor that it calls"
 _ordinals: Counter = Counter()
 
 
@@ -37,15 +38,21 @@ class Members:
         _ordinals[family] += 1
 
     def size(self) -> int:
-        """Return the number of ranks that exchange; RuntimeError if Horovod is not initialised."""
+        """Return the number of ranks that exchange; RuntimeError if Horovod is not initialised, or without this rank."""
+        self._check_included()
         size = self.process_set.size() if self._hvd.is_initialized() else None
         if size is None:
             raise RuntimeError("hvd_sparse: Horovod (or the process set) is not initialised; call hvd.init() first")
         return size
 
     def rank(self) -> int:
-        """Return this process's rank within the process set."""
+        """Return this process's rank within the process set; RuntimeError if it is not in it."""
+        self._check_included()
         return self.process_set.rank()
+
+    def _check_included(self) -> None:
+        if self.process_set.included() is False:  # None: Horovod is not initialised
+            raise RuntimeError(NOT_INCLUDED)  # Horovod would say that the set does not exist
 
     def everywhere(self, name: str, own) -> list:
         """All-gather a Python object over all ranks. Return the objects in the order of ranks."""

@@ -2,10 +2,10 @@
 
 import threading
 
+from hvd_sparse.members import NOT_INCLUDED
 from hvd_sparse.torch import exchange
 from hvd_sparse.torch.exchange import Exchange, Pending
 
-NOT_INCLUDED = "hvd_sparse: this rank is not in the process_set of the compressor that it calls"
 LOST = (
     "hvd_sparse: hvd.init() was called again, without hvd.shutdown(), while ranks compared the settings of this "
     "compression, and Horovod lost the answer. Call it once, before compressions are built"

@@ -224,6 +224,24 @@ def test_fewer_ranks_continue_from_a_summed_state(scope, op):
         assert hvd.remove_process_set(left)
 
 
+@pytest.mark.rank_counts
+@pytest.mark.skipif(hvd.size() < 2, reason="a rank can only be outside where there are two of them")
+@pytest.mark.parametrize("summed", [False, True], ids=["own", "summed"])
+def test_a_rank_outside_the_process_set_has_no_state(summed):
+    parameters, first = make_parameters(), hvd.add_process_set([0])
+    try:
+        compression = Compression.gradient_dropping(parameters.items(), process_set=first)
+        state = Compression.gradient_dropping(make_parameters().items()).state_dict(summed=summed)
+        if first.included():
+            compression.state_dict(summed=summed)
+        else:
+            for call in (lambda: compression.state_dict(summed=summed), lambda: compression.load_state_dict(state)):
+                with pytest.raises(RuntimeError, match="this rank is not in the process_set"):
+                    call()
+    finally:
+        assert hvd.remove_process_set(first)
+
+
 def wrong_states():
     named = make_parameters()
     good = Compression.gradient_dropping(named.items(), 0.05, min_numel=100)

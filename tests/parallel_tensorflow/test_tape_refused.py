@@ -116,6 +116,25 @@ def test_another_process_set(members, whose):
         assert hvd.remove_process_set(chosen)
 
 
+@pytest.mark.rank_counts
+@several
+@pytest.mark.parametrize("summed", [False, True], ids=["own", "summed"])
+def test_a_rank_outside_the_process_set_has_no_state(summed):
+    first = hvd.add_process_set([0])
+    try:
+        variables = list(make_variables(SHAPES).values())
+        compression = Compression.gradient_dropping(variables, process_set=first)
+        state = Compression.gradient_dropping(variables).state_dict(summed=summed)
+        if first.included():
+            compression.state_dict(summed=summed)
+        else:
+            for call in (lambda: compression.state_dict(summed=summed), lambda: compression.load_state_dict(state)):
+                with pytest.raises(RuntimeError, match="this rank is not in the process_set"):
+                    call()
+    finally:
+        assert hvd.remove_process_set(first)
+
+
 DIFFERENCES = {
     "density": ({"density": 0.02}, "constant(0.02)"),
     "warm-up": ({"warmup": 30}, "warm_up(final=0.05, steps=30"),
