@@ -1,6 +1,6 @@
 """Time DCT's steps that compute new thresholds, and steps that keep them, for several life-spans; and dense steps.
 
-    make bench-lifespan        or: mpirun -np 2 python benchmarks/lifespan.py --lifespans 1 100 1000
+    make bench-lifespan        or: mpirun -np 2 python benchmarks/lifespan.py --lifespans 1 100 256
 
 In the paper, a sort in every step made DCT slower than dense training. This benchmark trains a model of `--tensors`
 tensors with `--elements` float32 elements on random gradients through Horovod. `select` is the compressor's time before

@@ -28,6 +28,8 @@ class Network:
     Args:
         bandwidth: Bits per second, in each direction, that a job achieves: for TCP about 95 % of the nominal rate.
         latency: Seconds until the first byte of a message arrives.
+        gather_cost: The seconds of a byte in an all-gather or all-to-all, over those of a byte in a ring all-reduce:
+            more than 1 where the ranks of a host share its link, which a ring crosses once.
 
     Raises:
         ValueError: One of them is out of range.
@@ -35,10 +37,12 @@ class Network:
 
     bandwidth: float
     latency: float = 5e-5
+    gather_cost: float = 1.0
 
     def __post_init__(self):
         check_number("bandwidth", self.bandwidth, "above 0", lambda value: value > 0.0)
         check_number("latency", self.latency, ">= 0", lambda value: value >= 0.0)
+        check_number("gather_cost", self.gather_cost, "above 0", lambda value: value > 0.0)
 
     def seconds(self, messages: float, size: float) -> float:
         """Return the seconds of `messages` consecutive messages with a total of `size` bytes."""
@@ -52,11 +56,11 @@ class Network:
 
     def all_gather(self, size: float, world_size: int) -> float:
         """Return the seconds of an all-gather of `size` bytes from each rank."""
-        return self.seconds(math.ceil(math.log2(world_size)), size * (world_size - 1))
+        return self.seconds(math.ceil(math.log2(world_size)), self.gather_cost * size * (world_size - 1))
 
     def all_to_all(self, size: float, world_size: int) -> float:
         """Return the seconds of an all-to-all in which each rank divides `size` bytes among all ranks."""
-        return self.seconds(world_size - 1, size * (world_size - 1) / world_size)
+        return self.seconds(world_size - 1, self.gather_cost * size * (world_size - 1) / world_size)
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,16 @@
     horovodrun -np 8 -H host1:4,host2:4 hvd_sparse plan --measure --parameters 25.6e6 --compute-ms 180
 
 With --measure, bandwidth, latency and world size are those of the running job, unless they are given. The time of a
-rank to select, encode and decode is measured on this machine, with one thread. The table is a prediction: see
-hvd_sparse.performance_model.
+rank to select, encode and decode is measured on this machine, with one thread: the table is for gradients on CPUs. It
+is a prediction: see hvd_sparse.performance_model.
 """
 
 import argparse
+import bisect
 import importlib
 import math
 import time
+from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -22,6 +24,7 @@ from hvd_sparse.algorithms import Algorithm, Settings
 from hvd_sparse.dense_fallback import DenseFallback, TensorSize
 from hvd_sparse.library import FRAMEWORKS, require_horovod
 from hvd_sparse.performance_model import (
+    CYCLE,
     FLOAT32,
     MOST_RANKS,
     Method,
@@ -41,10 +44,12 @@ UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 DENSITIES = (0.001, 0.01)
 MICRO_DENSITY = 0.01  # the smallest with known quality of training
 MOST_MEASURED = 16_000_000  # elements; of more, the time is scaled up
-SMALL, LARGE = 256, 4_000_000  # elements of the all-reduces that tell latency and bandwidth
+SMALL, LARGE = 256, 4_000_000  # elements of the collectives that tell latency and bandwidth
 ROUNDS = 5
 LATENCY_US = 50.0
-CLEARLY = 1.2  # times as fast: what costs accuracy, as a reduce-scatter does, is recommended from here on
+NAMES = {"torch": "model.named_parameters()", "tensorflow": "model.trainable_variables"}  # in the printed call
+CLEARLY = 1.2  # times as fast: what may cost accuracy is recommended from here on
+NOTICED = 1.05  # times as fast: the fastest method is named from here on, if another is recommended
 
 
 class Candidate(NamedTuple):
@@ -59,11 +64,18 @@ class Candidate(NamedTuple):
         """Whether fewer elements change in a step than with a gather: with MiCRO, and with a reduce-scatter."""
         return self.settings is not None and (self.settings.name == "micro" or self.settings.exchange != "gather")
 
-    def is_sent_dense(self, n: int, world_size: int) -> bool:
-        """Return whether the dense fallback sends a model of n elements dense, as payloads have more bytes."""
+    @property
+    def risk(self) -> int:
+        """The order of methods by what they may cost in accuracy, from 0: dense, fewer elements sent, fewer changed."""
+        if self.settings is None:
+            return 0
+        return 3 if self.changes_fewer else 1 if self.settings.schedule.planned >= max(DENSITIES) else 2
+
+    def is_sent_dense(self, world_size: int) -> bool:
+        """Return whether the dense fallback sends the model dense, as payloads have more bytes."""
         if self.settings is None:
             return False
-        tensors = {"model": TensorSize((n,), FLOAT32)}
+        tensors = {"model": TensorSize((self.method.profile.parameters,), FLOAT32)}
         return DenseFallback(self.settings, tensors, world_size).density(self.settings.schedule.planned) >= 1.0
 
 
@@ -107,7 +119,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--latency-us", type=positive, help=f"of a message (default: {LATENCY_US:g})")
     parser.add_argument("--ranks", type=count, help="world size")
     parser.add_argument("--measure", action="store_true", help="measure what of these is not given, in the running job")
-    parser.add_argument("--framework", choices=("torch", "tensorflow"), help="whose Horovod measures (default: found)")
+    parser.add_argument("--framework", choices=FRAMEWORKS, help="of the call, and of the job (default: the installed)")
     args = parser.parse_args(arguments)
     if not 0.0 <= args.overlap <= 1.0:
         parser.error(f"--overlap must be in [0, 1], got {args.overlap}")
@@ -156,67 +168,85 @@ def horovod_of(frameworks: tuple[str, ...]) -> ModuleType:
     raise SystemExit("hvd_sparse plan: --measure needs Horovod and its framework\n" + "\n".join(reasons))
 
 
-def measure_job(framework: str | None) -> tuple[Network, int, int]:
-    """Return the network of the running job (the same on all ranks), its world size, and this rank."""
+def measure_job(framework: str | None) -> tuple[Network, int, int, str]:
+    """Return the network of the running job (the same on all ranks), its world size, this rank, and the framework."""
     hvd = horovod_of((framework,) if framework else FRAMEWORKS)
     hvd.init()
     world_size, rank = hvd.size(), hvd.rank()
     if world_size == 1:
         raise SystemExit("hvd_sparse plan: --measure needs a job of several ranks: horovodrun -np 2 ...")
-    network = measure_network(hvd, importlib.import_module(hvd.__name__.partition(".")[2]))
+    framework = hvd.__name__.partition(".")[2]
+    network = measure_network(hvd, importlib.import_module(framework))
     hvd.shutdown()
-    return network, world_size, rank
+    return network, world_size, rank, framework
 
 
 def measure_network(hvd: ModuleType, tensors: ModuleType) -> Network:
-    """Return the network between the ranks of an initialized Horovod of several, as ring all-reduces find it.
+    """Return the network between the ranks of an initialized Horovod of several: all-reduces and all-gathers are timed.
 
     Args:
         hvd: horovod.torch or horovod.tensorflow.
         tensors: torch or tensorflow.
     """
-    seconds = []
-    for elements in (SMALL, LARGE):
-        tensor, times = tensors.ones([elements]), []
+
+    def seconds(collective: str, elements: int) -> float:
+        """Return the median time of a collective to which each rank gives so many elements."""
+        with tensors.device("cpu"):
+            tensor = tensors.ones([elements])
+        times = []
         for number in range(ROUNDS + 1):
             start = time.perf_counter()
-            hvd.allreduce(tensor, name=f"hvd_sparse.plan.{elements}.{number}")
+            getattr(hvd, collective)(tensor, name=f"hvd_sparse.plan.{collective}.{elements}.{number}")
             times.append(time.perf_counter() - start)
-        seconds.append(float(np.median(times[1:])))
-    return network_from(*hvd.broadcast_object(seconds, root_rank=0, name="hvd_sparse.plan"), hvd.size())
+        return float(np.median(times[1:]))
+
+    reduced = [seconds("allreduce", elements) for elements in (SMALL, LARGE)]
+    gathered = [seconds("allgather", max(1, elements // hvd.size())) for elements in (SMALL, LARGE)]
+    figures = hvd.broadcast_object([reduced, gathered], root_rank=0, name="hvd_sparse.plan")
+    return network_from(*figures, hvd.size())
 
 
-def network_from(small: float, large: float, world_size: int) -> Network:
-    """Return the network on which ring all-reduces of SMALL and LARGE elements take these seconds."""
+def network_from(reduced: Sequence[float], gathered: Sequence[float], world_size: int) -> Network:
+    """Return the network on which collectives of SMALL and of LARGE elements take these seconds.
+
+    Args:
+        reduced: Of ring all-reduces to which each rank gives so many elements.
+        gathered: Of all-gathers whose result has so many elements.
+        world_size: Number of ranks.
+    """
     rounds = 2 * (world_size - 1)
     part = FLOAT32 / world_size  # bytes an element of a message
-    bandwidth = 8 * rounds * part * (LARGE - SMALL) / max(1e-9, large - small)
-    return Network(bandwidth, max(0.0, small / rounds - 8 * part * SMALL / bandwidth))
+    slope, gather_slope = (max(1e-9, large - small) / (LARGE - SMALL) for small, large in (reduced, gathered))
+    bandwidth = 8 * rounds * part / slope
+    # In half of the all-reduce's rounds, an all-gather sends as many bytes.
+    latency = (reduced[0] - CYCLE) / rounds - 8 * part * SMALL / bandwidth
+    return Network(bandwidth, max(0.0, latency), 2 * gather_slope / slope)
 
 
 def candidates(args: argparse.Namespace) -> list[Candidate]:
     """Return the methods to compare, dense first."""
     compute, n = 1e-3 * args.compute_ms, args.parameters
-    plain = Profile([n], compute, overlap=args.overlap * compute)
+    overlap, parameters = args.overlap * compute, NAMES[args.framework or "torch"]
+    plain = Profile([n], compute, overlap, wait=CYCLE)
     made = [
         Candidate(Method("dense", dense(), plain), "hvd.Compression.none"),
         Candidate(Method("fp16", dense(2), plain), "hvd.Compression.fp16"),
     ]
     for density in DENSITIES:
         compress, decode = own_work(n, density)
-        profile = Profile([n], compute, overlap=args.overlap * compute, compress=compress, decode=decode)
-        call = f"Compression.dgc(model.named_parameters(), density={density:g}, momentum=0.9, warmup=warmup_steps)"
+        profile = Profile([n], compute, overlap, compress, decode, wait=CYCLE)
+        call = f"Compression.dgc({parameters}, density={density:g}, momentum=0.9, warmup=warmup_steps)"
         settings = Settings.dgc(None, density=density, exchange="gather")
         made.append(Candidate(Method(f"DGC {density:g}", gathered(density), profile), call, settings))
-        half = 0.5 * args.overlap * compute  # only the first of three collectives overlaps with backward
-        first = Profile([n], compute, half, compress, decode, decoded=2.0)
+        # Only the first of three collectives overlaps with backward, and the others wait for the one before.
+        first = Profile([n], compute, 0.5 * overlap, compress, decode, wait=3 * CYCLE, decoded=2.0)
         call = call.replace("momentum", 'exchange="reduce_scatter", complete=True, momentum')
         settings = Settings.dgc(None, density=density, exchange="reduce_scatter", complete=True)
         method = Method(f"DGC {density:g}, reduce-scatter", scattered(density, complete=True), first)
         made.append(Candidate(method, call, settings))
         if density >= MICRO_DENSITY:
-            late = Profile([n], compute, compress=compress, decode=0.0)  # indices and values come once, after backward
-            call = f"Compression.micro(model.named_parameters(), density={density:g})"
+            late = Profile([n], compute, compress=compress, wait=2 * CYCLE)  # indices and values come after backward
+            call = f"Compression.micro({parameters}, density={density:g})"
             settings = Settings.micro(None, density=density)
             made.append(Candidate(Method(f"MiCRO {density:g}", shared(density), late), call, settings))
     return made
@@ -225,10 +255,10 @@ def candidates(args: argparse.Namespace) -> list[Candidate]:
 def recommend(used: list[Candidate], network: Network, world_size: int) -> tuple[Candidate, Candidate]:
     """Return the candidate to recommend, and the fastest one.
 
-    They differ if the fastest costs accuracy and is less than CLEARLY times as fast as the best other one.
+    What may cost more accuracy is recommended if it is CLEARLY faster than the best of what may cost less.
 
     Args:
-        used: Candidates; at least one of them does not change fewer elements in a step than a gather.
+        used: Candidates, dense training among them.
         network: The link of each rank.
         world_size: Number of ranks.
     """
@@ -237,9 +267,12 @@ def recommend(used: list[Candidate], network: Network, world_size: int) -> tuple
         """Return the seconds of a step."""
         return one.method.step(network, world_size)
 
-    fastest = min(used, key=seconds)
-    other = min((one for one in used if not one.changes_fewer), key=seconds)
-    return fastest if seconds(other) >= CLEARLY * seconds(fastest) else other, fastest
+    best = used[0]
+    for risk in sorted({one.risk for one in used}):
+        one = min((other for other in used if other.risk == risk), key=seconds)
+        if risk == best.risk or seconds(best) >= CLEARLY * seconds(one):
+            best = one
+    return best, min(used, key=seconds)
 
 
 def report(args: argparse.Namespace, network: Network, world_size: int) -> str:
@@ -250,38 +283,50 @@ def report(args: argparse.Namespace, network: Network, world_size: int) -> str:
         f"{args.parameters:,} parameters, {args.compute_ms:g} ms of compute, {world_size} ranks, "
         f"{network.bandwidth / 1e9:.3g} Gbit/s, {1e6 * network.latency:.3g} us",
         "",
-        f"{'method':<27}{'step, ms':>10}{'speed-up':>12}{'vs 1 rank':>10}{'pays at':>14}{'up to ranks':>13}",
+        f"{'method':<27}{'step, ms':>10}{'speed-up':>12}{'vs 1 rank':>10}{'pays at':>17}{'up to ranks':>13}",
     ]
-    used = [one for one in made if not one.is_sent_dense(args.parameters, world_size)]
+    used = [one for one in made if not one.is_sent_dense(world_size)]
     for one in made:
-        sent_dense = f"{one.method.name:<27}{'sent dense: payloads have more bytes':>46}"
-        lines.append(row(one.method, plain, network, world_size) if one in used else sent_dense)
+        sent_dense = f"{one.method.name:<27}{'sent dense: payloads have more bytes':>49}"
+        lines.append(row(one, plain, network, world_size) if one in used else sent_dense)
     best, fastest = recommend(used, network, world_size)
     lines += ["", f"Recommended: {best.method.name}"]
-    if best is not fastest:
-        gain = best.method.step(network, world_size) / fastest.method.step(network, world_size)
-        lines.append(f"{fastest.method.name} is {gain:.2f} times as fast, but changes fewer elements in a step.")
+    gain = best.method.step(network, world_size) / fastest.method.step(network, world_size)
+    if gain >= NOTICED:
+        lines.append(f"{fastest.method.name} is {gain:.2f} times as fast, but may cost more accuracy.")
     if best.changes_fewer:
-        lines.append("It changes fewer elements in a step than a gather: compare the accuracy.")
+        lines.append("It changes fewer elements in a step than a gather, so it may cost accuracy: compare.")
+    if best.settings is not None and best.settings.schedule.planned < max(DENSITIES):
+        lines.append(f"With fewer than 10,000 steps: density={max(DENSITIES):g}")
     if "momentum" in best.call:
         lines.append("warmup_steps: a tenth of the run's steps; momentum of the optimizer: 0")
     return "\n".join([*lines, f"    compression={best.call}"])
 
 
-def row(method: Method, plain: Method, network: Network, world_size: int) -> str:
-    """Return the line of a method, compared with dense training."""
+def row(one: Candidate, plain: Method, network: Network, world_size: int) -> str:
+    """Return the line of a method that sends payloads, or of dense training, with which it is compared."""
+    method = one.method
     step, base = method.step(network, world_size), plain.step(network, world_size)
     pays, most = "", ""
     if method is not plain:
-        limit, ranks = break_even(method, plain, network, world_size), largest_world_size(method, plain, network)
+        limit = break_even(method, plain, network, world_size)
         pays = "any" if step < base else "never"
         if limit is not None:
             pays = f"{'<' if (step < base) == (network.bandwidth < limit) else '>'} {limit / 1e9:.3g} Gbit/s"
-        most = "-" if ranks is None or step >= base else "any" if ranks >= MOST_RANKS else str(ranks)
+        ranks = most_ranks(one, plain, network, world_size) if step < base else None
+        most = "-" if ranks is None else "any" if ranks >= MOST_RANKS else str(ranks)
     return (
         f"{method.name:<27}{1e3 * step:>10.1f}{base / step:>11.2f}x{method.speedup(network, world_size):>9.1f}x"
-        f"{pays:>14}{most:>13}"
+        f"{pays:>17}{most:>13}"
     )
+
+
+def most_ranks(one: Candidate, plain: Method, network: Network, world_size: int) -> int | None:
+    """Return the world size up to which a method is faster than dense training, and sends payloads; None if none is."""
+    ranks = largest_world_size(one.method, plain, network)
+    if ranks is None or not one.is_sent_dense(ranks):
+        return ranks
+    return world_size + bisect.bisect_left(range(world_size, ranks), True, key=one.is_sent_dense) - 1
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -289,10 +334,11 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     bandwidth, latency, world_size, rank = args.bandwidth, args.latency_us, args.ranks, 0
     if args.measure:
-        measured, ranks, rank = measure_job(args.framework)
+        measured, ranks, rank, args.framework = measure_job(args.framework)
         bandwidth, world_size = bandwidth or measured.bandwidth, world_size or ranks
         latency = 1e6 * measured.latency if latency is None else latency
-    network = Network(bandwidth, 1e-6 * (LATENCY_US if latency is None else latency))
+    latency = LATENCY_US if latency is None else latency
+    network = Network(bandwidth, 1e-6 * latency, measured.gather_cost if args.measure else 1.0)
     if rank == 0:
         print(report(args, network, world_size))
 

@@ -1,6 +1,7 @@
 """One rank of timed training jobs. `run.py` starts it on every host. Rank 0 prints one JSON line for each method."""
 
 import argparse
+import dataclasses
 import gc
 import importlib
 import json
@@ -40,8 +41,7 @@ def main() -> None:
         job = module.Job(args.model, METHODS[method], args.batch_size)
         figures = measure(job, args)
         if link is None and package != "ddp":
-            link = plan.measure_network(module.hvd, module.tensors)
-            link = {"bandwidth": link.bandwidth, "latency": link.latency}
+            link = dataclasses.asdict(plan.measure_network(module.hvd, module.tensors))
         if job.rank == 0:
             print(json.dumps({"method": method, **figures, "link": link}), flush=True)
     job.close()
