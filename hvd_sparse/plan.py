@@ -40,6 +40,7 @@ from hvd_sparse.performance_model import (
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.wire import top_k_count
 
+FACTORS = {"k": 1e3, "m": 1e6, "g": 1e9}
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 DENSITIES = (0.001, 0.01)
 MICRO_DENSITY = 0.01  # the smallest with known quality of training
@@ -88,8 +89,9 @@ def rate(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """Return a whole number, from "25.6e6" and the like."""
-    number = float(text)
+    """Return a whole number, from "25.6e6", "25.6M" and the like."""
+    factor = FACTORS.get(text[-1:].lower(), 1.0)
+    number = round(factor * float(text if factor == 1.0 else text[:-1]), 6)
     if not 1 <= number < math.inf or number != int(number):
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, such as 25.6e6; got {text!r}")
     return int(number)
@@ -110,7 +112,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         description="Predict the step time of each method on a network, and recommend one.",
         epilog="horovodrun ... hvd_sparse plan --measure measures the network of that job.",
     )
-    parser.add_argument("--parameters", type=count, required=True, help="elements of the model, such as 25.6e6")
+    parser.add_argument("--parameters", type=count, required=True, help="elements of the model, such as 25.6M")
     parser.add_argument("--compute-ms", type=positive, required=True, help="forward, backward, optimizer of one rank")
     parser.add_argument(
         "--overlap", type=float, default=0.5, help="part of that during which gradients are sent (default: %(default)s)"

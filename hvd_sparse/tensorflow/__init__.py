@@ -21,3 +21,8 @@ def __getattr__(name: str):
         module = "reduction" if name == "reduce_gradients" else "compression"
         return getattr(importlib.import_module(f"hvd_sparse.tensorflow.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return all names, with those that are not loaded yet."""
+    return sorted({*globals(), *__all__})

@@ -19,3 +19,8 @@ def __getattr__(name: str):
         require_horovod("torch")
         return getattr(importlib.import_module("hvd_sparse.torch.compression"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return all names, with those that are not loaded yet."""
+    return sorted({*globals(), *__all__})

@@ -176,6 +176,13 @@ def test_rates(text, value):
 
 
 @pytest.mark.parametrize(
+    ("text", "value"), [("25.6e6", 25_600_000), ("25.6M", 25_600_000), ("1.1k", 1100), ("7G", 7_000_000_000), ("3", 3)]
+)
+def test_counts(text, value):
+    assert plan.count(text) == value
+
+
+@pytest.mark.parametrize(
     ("changed", "told"),
     [
         (["--bandwidth", "1000"], "must end with kbit, mbit or gbit, such as 1gbit; got '1000'"),
