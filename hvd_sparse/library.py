@@ -8,6 +8,7 @@ from pathlib import Path
 LIBRARY_DIRECTORY = Path(__file__).parent / "lib"
 SOURCE = Path(__file__).parent.parent  # the source tree, if there is a setup.py
 FRAMEWORKS = ("torch", "tensorflow")  # beside "numpy", which is always built
+STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # how many ranks Open MPI's launcher, or MPICH's, has started
 CUDA_MARK = b"hvd_sparse was built with CUDA"  # to be read off a library without loading it
 
 
@@ -78,13 +79,19 @@ def mpi():
 def checked_communicator(communicator):
     """Return an mpi4py communicator, COMM_WORLD for None.
 
-    ValueError for COMM_NULL; RuntimeError where MPI has started each of Horovod's processes alone.
+    ValueError for COMM_NULL; RuntimeError where MPI has started each process of a job alone.
     """
-    world, size = mpi().COMM_WORLD, int(os.environ.get("HOROVOD_SIZE", 1))
-    if size > 1 and world.Get_size() == 1:
+    world = mpi().COMM_WORLD
+    horovod, *started = (int(os.environ.get(name, 1)) for name in ("HOROVOD_SIZE", *STARTED))
+    if horovod > 1 and world.Get_size() == 1:
         raise RuntimeError(
-            f"MPI has 1 rank where Horovod has {size}: start with mpirun or horovodrun --mpi, and a Horovod built with "
-            "MPI"
+            f"MPI has 1 rank where Horovod has {horovod}: start with mpirun or horovodrun --mpi, and a Horovod built "
+            "with MPI"
+        )
+    if max(started) > 1 and world.Get_size() == 1:
+        raise RuntimeError(
+            f"MPI has 1 rank where its launcher has started {max(started)}: mpi4py is built for another MPI. Build it "
+            "for the launcher's with pip install --force-reinstall --no-binary mpi4py mpi4py"
         )
     if communicator is None:
         return world

@@ -140,8 +140,8 @@ class Notices:
         found = communicator.Get_attr(_key())
         if found is None and Notices.is_hybrid and communicator == mpi().COMM_WORLD:
             raise ValueError(
-                "communicator must be the one that hybrid() returned, got the world, where stages of several replicas "
-                "would be one pipeline: pass communicator= to Pipeline"
+                "communicator must be the one that hybrid() returned, got the world, whose pipelines know neither the "
+                "replicas of this run nor its failures: pass communicator= to Pipeline"
             )
         return found
 

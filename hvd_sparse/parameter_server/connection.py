@@ -18,7 +18,6 @@ from hvd_sparse.parameter_server.worker import ServerRefused, Worker
 
 TICK = 0.25  # seconds between two looks at what is not a message
 CLOSE_SECONDS = 5.0  # for the last messages: only workers that failed have not received theirs
-PAUSE = 2 * TICK  # seconds that a look takes, from which on this process was stopped
 
 
 def serve(
@@ -29,21 +28,22 @@ def serve(
     Raises TimeoutError when no worker is there, and some have not come within `timeout` seconds; RuntimeError when
     `failure` says that there was one on this rank.
     """
+    limit = timeout if server.silence is None else min(timeout, server.silence)
+    most = max(TICK, limit / 4.0)  # seconds between two looks that count as silence: as long as between heartbeats
     last = looked = time.monotonic()
     try:
         while not server.is_finished:
             if why := failure():
                 raise RuntimeError(why)
-            begin = time.monotonic()
             item = end.receive(TICK)
             before, looked = looked, time.monotonic()
-            if looked - begin > PAUSE:  # what workers have said meanwhile is still to be read
-                server.excuse(looked - begin)
-                last += looked - begin
-            heard = end.arriving(timeout if server.silence is None else min(timeout, server.silence))
+            if (pause := looked - before - most) > 0.0:  # this process was stopped or busy, and did not listen
+                server.excuse(pause)
+                last += pause
+            heard = end.arriving(limit)
             for worker in heard if item is None else {*heard, item[0]}:
                 server.hear(worker)
-            for worker in server.tick(before):  # this look may not have found all that came during a long `handle`
+            for worker in server.tick():
                 print(f"hvd_sparse: worker {worker} is gone: {server.departures[worker]}", file=sys.stderr)
             if item is None:
                 if not server.is_occupied and time.monotonic() - last > timeout:

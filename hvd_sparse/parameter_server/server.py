@@ -271,11 +271,11 @@ class Server:
         for record in self._records.values():
             record.seen += seconds
 
-    def tick(self, now: float | None = None) -> list[int]:
-        """Remove the workers that have been silent for too long; return them. now: the time to judge by; None: now."""
+    def tick(self) -> list[int]:
+        """Remove the workers that have been silent for too long; return them."""
         if self.silence is None:
             return []
-        limit = (self._now() if now is None else now) - self.silence
+        limit = self._now() - self.silence
         dead = [worker for worker, record in self._records.items() if record.seen < limit]
         for worker in dead:
             self._forget(worker, f"no sign of life for {self.silence:g} seconds")

@@ -47,8 +47,9 @@ class Simulation:
         parameters: {name: float32 array}, the initial ones.
         workers: Number of workers.
         servers: Number of servers, each with an equal part of the elements.
-        server_options: Further arguments of `Server`, such as `silence` and `now`. A worker that has been silent for
-            longer than `silence` when messages are delivered is dropped, and joins again with its next step.
+        server_options: Further arguments of `Server`, such as `silence` and `now`. Simulated workers have no heartbeat:
+            one whose last message is older than `silence` after another's step is dropped, and joins again with its
+            next step.
 
     Raises:
         ValueError: The method has fewer workers at most.
@@ -139,11 +140,11 @@ class Simulation:
         return self.layout.split(np.concatenate([server.parameters for server in self.servers]))
 
     def deliver(self) -> None:
-        """Drop silent workers; then deliver messages until there are none."""
-        for server in self.servers:
-            server.tick()
+        """Deliver messages until there are none; then drop workers that have been silent for too long."""
         while self._deliver_once():
             pass
+        for server in self.servers:
+            server.tick()
 
     def _deliver_once(self) -> bool:
         moved = False

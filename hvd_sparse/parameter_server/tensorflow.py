@@ -215,8 +215,7 @@ class WorkerFeedback(tf.train.experimental.PythonState):
 
     def load(self, arrays: dict[str, dict[str, np.ndarray]], method: str | None) -> None:
         """Take over what `arrays` returned; ValueError, and nothing is changed, if it is of another model or method."""
-        differing = sorted({*arrays} ^ {*self._session.tensors})
-        if differing:
+        if differing := sorted({*arrays} ^ {*self._session.tensors}):
             raise ValueError(f"the state must be of the same model; missing there or here: {', '.join(differing)}")
         self._session.worker.load_feedback(arrays, method)
 
@@ -342,10 +341,11 @@ class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):
         lr = dict.fromkeys(session.tensors, self._rate(step))
         session._note(self)
         session.worker.step = step
-        session.worker.changed |= session.replaced
-        session.replaced = set()
-        session._push({name: g.numpy() for name, g in zip(names, gradients, strict=True)}, lr, self._decays)
-        self.iterations.assign_add(1)
+        session.worker.changed, session.replaced = session.worker.changed | session.replaced, set()
+        try:
+            session._push({name: g.numpy() for name, g in zip(names, gradients, strict=True)}, lr, self._decays)
+        finally:  # a push whose answer is late has been made
+            self.iterations.assign(session.worker.step)
         if (step + 1) % SHARE_EVERY == 0:
             session.share_buffers()
 

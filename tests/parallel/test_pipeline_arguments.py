@@ -9,7 +9,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from hvd_sparse.torch.model_parallel import Pipeline, PipelineError
+from hvd_sparse.torch.model_parallel import Pipeline, PipelineError, ThresholdBoundary
 
 pytestmark = pytest.mark.each_value
 
@@ -100,6 +100,18 @@ def test_a_boundary_of_density_1_counts_what_it_keeps():
     assert found["occupancy"] == 1.0
     if not LAST:
         assert found["boundaries"]["output"]["occupancy"] == found["boundaries"]["output"]["mean_occupancy"] == 1.0
+
+
+@several
+def test_a_boundary_for_all_is_not_used_up_by_an_output_of_integers():
+    class Two(torch.nn.Module):
+        def forward(self, x, y=None):
+            return x if LAST else ((x > 0).long(), torch.ones(4, 3)) if y is None else (x, y)
+
+    boundary = ThresholdBoundary(0.25, "laplace")
+    with Pipeline(Two(), boundary=boundary, loss=lambda outputs, _: 1.0 * outputs.sum(), timeout=30.0) as one:
+        one.evaluate(ZEROS, ZEROS)
+        assert [*one.boundaries.items()] == ([] if LAST else [("1", boundary)])
 
 
 @pytest.mark.parametrize(

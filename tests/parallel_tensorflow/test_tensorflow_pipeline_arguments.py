@@ -144,6 +144,10 @@ def test_gradients_of_several_stages_need_a_process_set(monkeypatch):
         one.step(ZEROS, ZEROS)
         MPI.COMM_WORLD.Barrier()  # else a stage may hear of another one's failure in its step
         assert one._reduced(one.gradients(), {"process_set": theirs}) == {"process_set": theirs}
+        one._channel._everyone = SimpleNamespace(process_set=theirs, fail=lambda error: None)
+        for options in ({}, {"process_set": None}):
+            assert one._reduced(one.gradients(), options) == {"process_set": theirs}
+        one._channel._everyone = None
         if STAGES == 1:
             assert one.reduced_gradients() == {}
         else:

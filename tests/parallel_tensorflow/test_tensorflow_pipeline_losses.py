@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from mpi4py import MPI
 
 from hvd_sparse.tensorflow.model_parallel import Pipeline, PipelineError
 
@@ -52,3 +53,37 @@ def test_layers_of_a_stage_know_whether_it_trains(base):
         for run, trains in (("evaluate", False), ("step", True), ("evaluate", False), ("predict", False)):
             getattr(pipeline, run)(*[samples, samples][: 1 + (run != "predict")])
             assert told[-1] == trains  # Keras 3 also calls a layer to build it
+
+
+class Dropping(tf.keras.layers.Layer):
+    """Drops half of what it gets; what is left is doubled."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = tf.keras.layers.Dropout(0.5)
+
+    def call(self, x, training=None):
+        return self.drop(x, training=training)
+
+
+@pytest.mark.parametrize("first", ["step", "evaluate"])
+def test_a_compiled_stage_knows_whether_it_trains(first):
+    stage, samples = Dropping(), np.ones((40, 30), np.float32)
+    stage.call = tf.function(stage.call)
+    size = MPI.COMM_WORLD.Get_size()
+    with Pipeline(stage, loss=lambda outputs, _: tf.reduce_mean(tf.cast(outputs > 0, tf.float32)), timeout=60.0) as one:
+        for run in (first, "evaluate", "step", "evaluate"):
+            left = getattr(one, run)(samples, samples)
+            assert left == 1.0 if run == "evaluate" else 0.0 < left < 0.5**size + 0.1
+
+
+@pytest.mark.parametrize("failing", range(MPI.COMM_WORLD.Get_size()))
+def test_a_compiled_stage_of_keras_that_cannot_know_whether_it_trains_is_refused(failing):
+    class Compiled(Dropping):
+        @tf.function
+        def call(self, x):
+            return self.drop(x)
+
+    stage = (Compiled if MPI.COMM_WORLD.Get_rank() == failing else Dropping)()
+    with pytest.raises((ValueError, PipelineError), match="give call the argument training"):
+        Pipeline(stage, loss=lambda outputs, _: tf.reduce_sum(outputs), timeout=60.0)

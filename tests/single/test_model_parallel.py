@@ -80,12 +80,19 @@ def test_the_numbers_of_a_boundary_are_those_of_python():
     assert [type(value) for value in chosen] == [float, str, int, float, int]
 
 
-def test_processes_of_horovod_that_are_worlds_of_mpi_of_their_own_are_refused(monkeypatch):
-    """As `horovodrun --gloo` starts them: each would train alone."""
-    monkeypatch.setenv("HOROVOD_SIZE", "2")
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [
+        ("HOROVOD_SIZE", "MPI has 1 rank where Horovod has 2: start with mpirun or horovodrun --mpi"),
+        ("OMPI_COMM_WORLD_SIZE", "MPI has 1 rank where its launcher has started 2: mpi4py is built for another"),
+        ("PMI_SIZE", "MPI has 1 rank where its launcher has started 2: mpi4py is built for another"),
+    ],
+)
+def test_processes_of_a_job_that_are_worlds_of_mpi_of_their_own_are_refused(monkeypatch, variable, expected):
+    """As `horovodrun --gloo` starts them, or the mpirun of another MPI than mpi4py's: each would train alone."""
+    monkeypatch.setenv(variable, "2")
     world = SimpleNamespace(Get_size=lambda: 1)
     monkeypatch.setattr(library, "mpi", lambda: SimpleNamespace(COMM_WORLD=world))
-    expected = "MPI has 1 rank where Horovod has 2: start with mpirun or horovodrun --mpi"
     stage, loss = torch.nn.Linear(3, 3), torch.nn.functional.mse_loss
     for start in (
         lambda: Pipeline(stage, loss=loss),

@@ -208,6 +208,19 @@ def test_a_silent_worker_is_dropped_in_a_simulation():
         assert server.departures == {} and server.statistics.pushes == 3
 
 
+def test_a_worker_whose_push_has_arrived_is_not_dropped():
+    """Each worker pushes every 1.5 seconds: silent for too long before its push, and not after it."""
+    time = [0.0]
+    options = {"silence": 1.0, "now": lambda: time[0]}
+    simulation = Simulation(METHODS["dgs"](min_numel=1), {"w": np.zeros(8, np.float32)}, 2, **options)
+    for step in range(6):
+        time[0] += 0.75
+        simulation.step(step % 2, lambda worker, theta: {"w": np.ones(8, np.float32)}, 0.5)
+    server = simulation.servers[0]
+    assert server.departures == {} and server.statistics.refused == 0
+    assert server.statistics.staleness == {0: 1, 1: 5}
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours", "are_renamed"),
     [

@@ -3,9 +3,10 @@
 import time
 
 import numpy as np
+import pytest
 
 from hvd_sparse.parameter_server import METHODS, ParameterLayout, Server, Worker, connection
-from hvd_sparse.parameter_server.connection import PAUSE, serve
+from hvd_sparse.parameter_server.connection import TICK, serve
 from hvd_sparse.parameter_server.transport import Endpoint
 
 SHAPES = {"a": (23, 7), "b": (11,)}
@@ -50,7 +51,7 @@ def test_workers_outlive_a_pause_of_their_server():
     start = np.zeros(layout.numel, np.float32)
     worker = worker_of(layout, method)
     server = Server(layout, layout.shards(1)[0], method, start, 1, silence=0.2)
-    serve(server, PausedEnd(worker, 2 * PAUSE), [0], timeout=5.0)
+    serve(server, PausedEnd(worker, 4 * TICK), [0], timeout=5.0)
     assert server.departures == {0: ""} and server.statistics.pushes == 2 and server.statistics.refused == 0
 
 
@@ -63,7 +64,7 @@ class ScriptedEnd(Endpoint):
     def receive(self, seconds):
         item = next(self.messages)
         if item is None:
-            time.sleep(seconds)
+            connection.time.sleep(seconds)
         return item
 
     def send(self, rank, data):
@@ -73,19 +74,33 @@ class ScriptedEnd(Endpoint):
         pass
 
 
-def serve_two(monkeypatch, silence, seconds_of, messages):
+class Clock:
+    """A clock that only `sleep` advances, in place of the module `time`."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+def serve_two(monkeypatch, silence, seconds_of, messages, clock=time):
     """Serve two workers that send `messages(server, workers)`; push number n, from 1, takes seconds_of(n)."""
+    monkeypatch.setattr(connection, "time", clock)
     monkeypatch.setattr(connection, "TICK", 0.02)
-    monkeypatch.setattr(connection, "PAUSE", 0.05)
     method = METHODS["asgd"]()
     layout = ParameterLayout(SHAPES, method.min_numel)
     workers = [worker_of(layout, method, number) for number in range(2)]
-    server = Server(layout, layout.shards(1)[0], method, np.zeros(layout.numel, np.float32), 2, silence=silence)
+    start, options = np.zeros(layout.numel, np.float32), {"silence": silence, "now": clock.monotonic}
+    server = Server(layout, layout.shards(1)[0], method, start, 2, **options)
     apply = server._apply
     monkeypatch.setattr(
-        server, "_apply", lambda update: (time.sleep(seconds_of(server.statistics.pushes)), apply(update))
+        server, "_apply", lambda update: (clock.sleep(seconds_of(server.statistics.pushes)), apply(update))
     )
-    serve(server, ScriptedEnd(workers, messages(server, workers)), [0, 1], timeout=5.0)
+    serve(server, ScriptedEnd(workers, messages(server, workers)), [0, 1], timeout=600.0)
     return server
 
 
@@ -108,6 +123,29 @@ def test_a_busy_server_notices_a_dead_worker(monkeypatch):
     server = serve_two(monkeypatch, 0.5, lambda number: 0.1, messages)
     assert server.departures == {0: "", 1: "no sign of life for 0.5 seconds"}
     assert server.statistics.pushes < 40
+
+
+@pytest.mark.parametrize("frozen", ["receive", "handle"])
+@pytest.mark.parametrize("silence", [2.0, 120.0])
+def test_workers_outlive_a_freeze_of_the_whole_job(monkeypatch, silence, frozen):
+    """The server then handles what came before it, and hears of the other worker a tenth of `silence` later."""
+    clock = Clock()
+
+    def messages(server, workers):
+        yield from ((worker.number, worker.hello()[0]) for worker in workers)
+        yield from [None] * round(silence / 4.0 / connection.TICK)
+        yield push(workers[0])
+        clock.sleep(3.0 * silence if frozen == "receive" else 0.0)
+        yield push(workers[0])
+        yield from [None] * round(silence / 10.0 / connection.TICK)
+        yield push(workers[1])
+        for worker in workers:
+            yield worker.number, worker.leave()[0]
+
+    seconds = 3.0 * silence if frozen == "handle" else 0.0
+    server = serve_two(monkeypatch, silence, lambda number: seconds * (number == 2), messages, clock)
+    assert server.departures == {0: "", 1: ""}
+    assert server.statistics.pushes == 3 and server.statistics.refused == 0
 
 
 def test_a_worker_whose_push_waits_for_a_busy_server_lives(monkeypatch):

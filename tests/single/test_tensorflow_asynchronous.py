@@ -4,6 +4,7 @@ With one worker the order of messages is determined, so both frameworks must agr
 """
 
 import io
+import threading
 
 import numpy as np
 import pytest
@@ -251,6 +252,29 @@ def test_what_is_not_finite_counts_as_zero():
         stepper(session.optimizer(1.0), variables, tf.function)({"a": tf.constant([1.0, np.nan, -np.inf])})
         np.testing.assert_array_equal(variables["a"], [-1.0, 0.0, 0.0])
         assert session.stats()["non_finite"] == 1
+
+
+@eagerly_and_traced
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_whose_answer_is_late_counts_if_it_has_pushed(monkeypatch, wrap, overlap):
+    """With overlap, it waits for the answer to the step before, and has pushed nothing."""
+    variables = variables_of({"a": np.zeros(3, np.float32)})
+    options = {**OPTIONS, "timeout": 1.0, "overlap": overlap}
+    with asynchronous.connect(list(variables.values()), METHODS["asgd"](), **options) as session:
+        server, optimizer, may_answer = session._local.servers[0], session.optimizer(1.0), threading.Event()
+        push, step = server._push, stepper(optimizer, variables, wrap)
+        monkeypatch.setattr(server, "_push", lambda *arguments: (may_answer.wait(20.0), push(*arguments))[1])
+        for _ in range(overlap):
+            step({"a": tf.ones([3])})
+        for _ in range(2):  # the second one waits for the same answer
+            with pytest.raises((TimeoutError, tf.errors.OpError), match="no answer from the servers"):
+                step({"a": tf.ones([3])})
+            assert optimizer.iterations.numpy() == session.worker.step == session.worker.traffic.pushes == 1
+        may_answer.set()
+        step({"a": tf.ones([3])})
+        session.synchronize()
+        assert optimizer.iterations.numpy() == server.statistics.pushes == 2
+        np.testing.assert_array_equal(variables["a"], [-2.0, -2.0, -2.0])
 
 
 def resumed(means, tmp_path, steps, method, restore=None):

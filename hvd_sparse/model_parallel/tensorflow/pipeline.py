@@ -35,9 +35,10 @@ class Pipeline(shared.Pipeline):
 
     Args:
         stage: A Keras model or layer, or any callable with `trainable_variables`. It runs eagerly; to compile it, make
-            its call a `tf.function`. It gets `training=` if it is of Keras, whose inner layers then get it, too, or has
-            this argument. A returned tuple becomes the arguments of the next stage, a dict its keyword arguments; but a
-            stage with a single argument, such as a functional model of several inputs, gets the tuple or dict itself.
+            its call a `tf.function`, which in Keras must have the argument `training`. It gets `training=` if it has
+            this argument or is of Keras, whose inner layers then get it, too (Keras 3.0 to 3.9: only if its call has
+            it). A returned tuple becomes the arguments of the next stage, a dict its keyword arguments; but a stage
+            with a single argument, such as a functional model of several inputs, gets the tuple or dict itself.
             Tensors of integers and bool are sent without a gradient. The losses that its layers add (`stage.losses`, as
             of a regularizer) are trained, too; their mean over micro-batches is not part of the loss that `step`
             returns. In a `tf.function`, only those of weights are.
@@ -159,9 +160,9 @@ class Pipeline(shared.Pipeline):
         from hvd_sparse.tensorflow import reduce_gradients  # needs Horovod, which a pipeline alone does not
 
         own = self._channel.process_set
-        if own is not None:
-            options.setdefault("process_set", own)
-        elif self.stages > 1 and options.get("process_set") is None:
+        if options.get("process_set") is None and own is not None:
+            options["process_set"] = own
+        elif options.get("process_set") is None and self.stages > 1:
             raise ValueError(
                 "process_set must have the replicas of this stage, such as the one that hybrid() returns, got none: "
                 "Horovod would add the gradients of different stages"
@@ -181,8 +182,15 @@ class Pipeline(shared.Pipeline):
                 "stage must be a model or layer of Keras, or be callable and have trainable_variables, got "
                 f"{type(self.stage).__name__}"
             )
-        self._signature = inspect.signature(getattr(self.stage, "call", self.stage))
-        self._gets_training = _is_keras(self.stage) or _takes_training(self._signature)
+        call = getattr(self.stage, "call", self.stage)
+        self._signature = inspect.signature(call)
+        takes, is_keras = _takes_training(self._signature), _is_keras(self.stage)
+        if is_keras and not takes and hasattr(call, "get_concrete_function"):
+            raise ValueError(
+                "the stage's call is a tf.function without the argument training, whose first call would decide for "
+                "all others whether its layers train: give call the argument training"
+            )
+        self._gets_training = is_keras or takes
 
     def _made(self, boundary: ThresholdBoundary | float) -> ThresholdBoundary:
         return boundary if isinstance(boundary, ThresholdBoundary) else ThresholdBoundary(boundary)
@@ -278,7 +286,10 @@ class Pipeline(shared.Pipeline):
 
 
 def _is_keras(stage) -> bool:
-    """Return whether a stage is of Keras, of any version: its inner layers get `training` even if `call` does not."""
+    """Return whether a stage is of Keras, which permits `training=` whatever arguments `call` has.
+
+    Inner layers then get it even if `call` does not, but in Keras 3.0 to 3.9.
+    """
     return any(base.__module__.partition(".")[0] in ("keras", "tf_keras") for base in type(stage).__mro__)
 
 

@@ -96,12 +96,13 @@ class Pipeline(shared.Pipeline):
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(f"a stage must return tensors, got {type(leaf).__name__}")
         dtype = checked_dtype(name, leaf.dtype, DTYPES)
-        mask, boundary = None, self._boundary_of(name) if leaf.dim() > 1 and leaf.numel() > 0 else None
-        if boundary is not None and leaf.is_floating_point():
-            if boundary.train(training).settings.density < 1.0:
-                mask = boundary.mask(leaf).cpu().numpy()
-            else:
-                boundary(leaf)  # counts; all elements are sent
+        mask, boundary = None, None
+        if leaf.is_floating_point() and leaf.dim() > 1 and leaf.numel() > 0:
+            boundary = self._boundary_of(name)
+        if boundary is not None and boundary.train(training).settings.density < 1.0:
+            mask = boundary.mask(leaf).cpu().numpy()
+        elif boundary is not None:
+            boundary(leaf)  # counts; all elements are sent
         return Tensor(_as_array(leaf), dtype, mask, leaf.requires_grad)
 
     def _forward(self, micro_batch: MicroBatch, targets, weight: float, training: bool):
