@@ -1,20 +1,21 @@
 """Checkpoints of a compressor: their layout, the same for both frameworks, and their validation.
 
-{"version": int, "step": int, "ranks": int, "rank": int, "shard": int or None, "summed": bool, "averages": bool,
- "memory": {parameter: {buffer: float32[n]}}, "thresholds": {name: float64[numbers]},
+{"version": int, "method": str, "step": int, "ranks": int, "rank": int, "shard": int or None, "summed": bool,
+ "averages": bool, "memory": {parameter: {buffer: float32[n]}}, "thresholds": {name: float64[numbers]},
  "regions": [(parameters of a message, bounds), ...], "buffers": int}
 
-Rank and shard, of a hierarchical exchange, tell whose state it is; older states lack them. "buffers" is the number of
-buffers in a state of one rank that PyTorch's compressor has saved: it allocates them only as gradients come.
+"method" is the method's name: the residual of one may be worth more in another. Rank and shard, of a hierarchical
+exchange, tell whose state it is. Older states lack these three. "buffers" is the number of buffers in a state of one
+rank that PyTorch's compressor has saved: it allocates them only as gradients come.
 
 Thresholds are those that persist across steps, one per parameter or one for the "model". A summed state has none, as a
 threshold belongs to one rank's residual; it is computed again for a share of the sum. The same holds for the regions of
 a reduce-scatter (`hvd_sparse.reduce_scatter`), which older states lack.
 
-Sums are computed in float64 and rounded once, to float32, so that world size and order do not matter. The shares of a
-sum add up to it exactly; or to M / N of it where N ranks saved it, M load it, and "averages" tells that the optimizer
-averages over ranks (op=Average; older states do not tell, and mean it): residuals then change the weights by
-their mean, which stays the same.
+Sums are computed in float64, clamped to the range of float32 and rounded once, so that world size and order do not
+matter. The shares of a sum add up to it exactly; or to M / N of it where N ranks saved it, M load it, and "averages"
+tells that the optimizer averages over ranks (op=Average; older states do not tell, and mean it): residuals then change
+the weights by their mean, which stays the same.
 """
 
 import contextlib
@@ -39,8 +40,9 @@ def check_state(
     kinds: Mapping[str, tuple[str, ...]],
     thresholds: Mapping[str, int],
     identity: Mapping[str, int | None],
+    method: str,
 ) -> None:
-    """Raise ValueError unless a state fits parameters of these sizes and buffers, and unless summed, this rank.
+    """Raise ValueError unless a state fits a method, parameters of these sizes and, unless summed, this rank.
 
     thresholds: the count of numbers of each threshold. identity: this process's "ranks", "rank" and "shard".
     """
@@ -51,6 +53,8 @@ def check_state(
     if missing:
         raise ValueError(f"the state lacks {', '.join(missing)}: it must be what state_dict() returned")
     checked_integer("the state's step", state["step"], 0)
+    if state.get("method", method) != method:
+        raise ValueError(f"the state is of another method: {state['method']} there, {method} here")
     if not state["memory"]:
         return  # saved before the first step of a hierarchical exchange
     _check_names(set(state["memory"]), set(sizes))

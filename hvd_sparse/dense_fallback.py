@@ -100,11 +100,13 @@ class DenseFallback:
         """The tensors that are sent dense in every step: their payloads cost more even at the final density."""
         if not self.is_on or self._settled is None or not self._one_by_one:
             return frozenset()
-        settled, names = self._settled, tuple(self._tensors)
+        settled, names, dense = self._settled, tuple(self._tensors), frozenset()
         if self.algorithm.selection in ("tensor", "threshold"):  # others share a payload
-            return frozenset(name for name in names if self._costs_more((name,), settled))
-        is_constant = isinstance(self.algorithm.schedule, Constant)
-        return frozenset(names if is_constant and self._costs_more(names, settled) else ())
+            dense = frozenset(name for name in names if self._costs_more((name,), settled, shares=True))
+        if isinstance(self.algorithm.schedule, Constant):  # others may cost more than dense together
+            others = tuple(name for name in names if name not in dense)
+            dense = frozenset(names) if self._costs_more(others, settled) else dense
+        return dense
 
     @functools.cached_property
     def _compared(self) -> tuple[str, ...]:
@@ -123,10 +125,10 @@ class DenseFallback:
         names, compared = tuple(self._tensors), self._compared
         payloads = self._payload_bytes(compared, density) if names else 0
         others = self._dense_bytes([name for name in names if name not in compared])
-        factor = (self.world_size - 1) / self.world_size
+        factor, is_all = (self.world_size - 1) / self.world_size, 0 < len(names) == len(self.always)
         entry = {
             "rule": self.algorithm.dense_fallback,
-            "is_dense": self._chosen.get(number, self.density(density) >= 1.0),
+            "is_dense": is_all or self._chosen.get(number, self.density(density) >= 1.0),
             "tensors": len(self.always),
             "payload_bytes": round(factor * (payloads + others)),
             "dense_bytes": round(factor * self._dense_bytes(names)),
@@ -135,23 +137,28 @@ class DenseFallback:
             entry |= {"payload_seconds": self._trials.seconds(False), "dense_seconds": self._trials.seconds(True)}
         return entry
 
-    def _costs_more(self, names: Sequence[str], density: float) -> bool:
+    def _costs_more(self, names: Sequence[str], density: float, shares: bool = False) -> bool:
+        """Return whether payloads cost more than dense. shares: whether other tensors are in the same messages."""
         if not self.is_on or density >= 1.0:
             return False
-        return self._payload_bytes(names, density) > self._dense_bytes(names)
+        return self._payload_bytes(names, density, shares) > self._dense_bytes(names)
 
     def _dense_bytes(self, names: Sequence[str]) -> int:
         return sum(2 * max(FLOAT32_BYTES, tensor.itemsize) * tensor.numel for tensor in map(self._tensors.get, names))
 
-    def _payload_bytes(self, names: Sequence[str], density: float) -> int:
-        """Return N / (N - 1) times the bytes that a rank receives for these tensors."""
+    def _payload_bytes(self, names: Sequence[str], density: float, shares: bool = False) -> int:
+        """Return N / (N - 1) times the bytes that a rank receives for these tensors.
+
+        In a reduce-scatter these include the owners' headers of one message, unless other tensors share it.
+        """
         algorithm, tensors = self.algorithm, [self._tensors[name] for name in names]
         if algorithm.scatters(self.world_size, self._numels):
             selections = [tensors] if algorithm.selection == "model" else [[tensor] for tensor in tensors]
             size = sum(self._payload(selection, density) for selection in selections)
             kept = sum(top_k_count(sum(one.numel for one in selection), density) for selection in selections)
             completing = 2 * FLOAT32_BYTES * kept if algorithm.complete else 0  # an all-reduce
-            return 2 * (size + self.world_size * HEADER_BYTES) + completing  # entries to the owners, and kept sums
+            headers = 0 if shares else self.world_size * HEADER_BYTES  # one for each owner
+            return 2 * (size + headers) + completing  # entries to the owners, and kept sums
         if algorithm.selection in ("tensor", "threshold"):
             return self.world_size * sum(self._payload([tensor], density) for tensor in tensors)
         if algorithm.selection == "model":

@@ -38,7 +38,7 @@ class Members:
         _ordinals[family] += 1
 
     def size(self) -> int:
-        """Return the number of ranks that exchange; RuntimeError if Horovod is not initialised, or without this rank."""
+        """Return the number of ranks that exchange; RuntimeError before hvd.init(), or on a rank that is not one."""
         self._check_included()
         size = self.process_set.size() if self._hvd.is_initialized() else None
         if size is None:

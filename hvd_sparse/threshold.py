@@ -146,22 +146,29 @@ class KeptThreshold:
 
     def restore(self, numbers: Sequence[float]) -> None:
         """Continue from `numbers()`."""
-        self._value, self._k, self._due, self._drains = float(numbers[0]), int(numbers[1]), False, False
+        self._value, self._k = float(numbers[0]), int(numbers[1])
+        self._due, self._drains, self._turn = False, False, False
 
     def plan(self, step: int, k: int, n: int) -> Plan:
         """Return the plan of a step: by k when a refresh is due; by SMALLEST to drain; else by the kept threshold."""
         self._drains = self._turns.drains(step, self._position)
+        self._turn = self._turns.refreshes(step, self._position)
         known = self._value > 0.0 and k == self._k
-        self._due = not self._drains and (not known or self._turns.refreshes(step, self._position))
+        self._due = not self._drains and (not known or self._turn)
         if self._due:
             return Plan(self._value if known else 0.0, k)
         return Plan(SMALLEST if self._drains else self._value)
 
     def learn(self, k: int, threshold: float, count: int) -> None:
-        """Store a refreshed threshold; if the count has left the band, make the next step refresh it."""
+        """Store a refreshed threshold; if the count has left the band, make the next step refresh it.
+
+        So does a step that drained the tensor at its turn.
+        """
         if self._due:
             self._value, self._k = max(threshold, SMALLEST), k  # 0 means none; zeros are never sent
-        elif not self._drains and self._band is not None:
+        elif self._drains:
+            self._value = 0.0 if self._turn else self._value
+        elif self._band is not None:
             too_few = count * self._band < k and self._value > SMALLEST  # SMALLEST cannot be lowered
             if too_few or count > k * self._band:
                 self._value = 0.0

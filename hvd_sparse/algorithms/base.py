@@ -49,7 +49,7 @@ SHARED_ARGUMENTS = {
         Other elements stay in the residuals. "hierarchical": the ranks of a host add their gradients, each compresses
         a part of the sum, and hosts exchange the parts; Horovod must permit process sets. "auto": "reduce_scatter" if
         it takes at most half as long as "gather" on a network of 1 Gbit/s, by `hvd_sparse.performance_model`: in large
-        models, on five ranks and more; with `complete`, seven or more.
+        models, from about five ranks on; with `complete`, from seven to seventeen, by density and values.
     complete: In a reduce-scatter, all ranks add their whole residuals at the elements that owners keep, in one more
         all-reduce of at most k float32. Residuals stay smaller; a rank receives about two thirds more bytes.
     ranks_per_host: With `exchange="hierarchical"`, the number of consecutive ranks on each host, or a list with one

@@ -142,12 +142,16 @@ class TracedCall:
         return any(position in self._left for position in self._call.positions(tensor))
 
     def take(self, tensor: tf.Tensor) -> Traced:
-        """Return what was traced of a gradient; raise ValueError if it could belong to several variables."""
+        """Return what was traced of a gradient; raise ValueError if it could belong to several variables.
+
+        A variable that is listed twice is one: of its places, Horovod passes one.
+        """
         positions = [position for position in self._call.positions(tensor) if position in self._left]
-        if len(positions) > 1 and not self._call.in_order:
-            names = ", ".join(self._left[position].arrival.name for position in positions)
+        names = sorted({self._left[position].arrival.name for position in positions})
+        if len(names) > 1 and not self._call.in_order:
             raise ValueError(
-                f"hvd_sparse: one gradient tensor could belong to each of {names}: use groups=None or a number"
+                f"hvd_sparse: one gradient tensor could belong to each of {', '.join(names)}: use groups=None or a "
+                "number"
             )
         return self._left.pop(positions[0])
 

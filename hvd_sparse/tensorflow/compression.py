@@ -171,8 +171,8 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
             and no seconds: the operations of a graph run concurrently. "dense_fallback" is the choice in the last step,
             and the reason: {"rule": the argument, "is_dense": whether it sent all gradients dense, "tensors": number of
             tensors that are always dense, "payload_bytes", "dense_bytes": bytes that a rank receives either way, with
-            those tensors dense in both; with "measured" also "payload_seconds", "dense_seconds": medians of the steps
-            timed so far, or None}.
+            those tensors dense in both, unless all are; with "measured" also "payload_seconds", "dense_seconds":
+            medians of the steps timed so far, or None}.
 
         Raises:
             ValueError: A graph of TensorFlow 1 needs `session`.
@@ -250,9 +250,9 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
             session: The `tf.compat.v1.Session` of a graph of TensorFlow 1; None otherwise.
 
         Raises:
-            ValueError: On any rank the state belongs to other variables or a method with other buffers, has NaN or
-                infinity in a buffer, or is not summed and the world size has changed. Raised on every rank (except in
-                an elastic job), before anything has changed; or a graph of TensorFlow 1 needs `session`.
+            ValueError: On any rank the state belongs to other variables or another method, has NaN or infinity in a
+                buffer, or is not summed and the world size has changed. Raised on every rank (except in an elastic
+                job), before anything has changed; or a graph of TensorFlow 1 needs `session`.
             RuntimeError: Inside a `tf.function`, the graph is finalized, or another rank did not call within 600 s.
         """
         self._load()

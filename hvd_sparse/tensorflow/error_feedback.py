@@ -76,15 +76,15 @@ class ErrorFeedback(tf.__internal__.tracking.AutoTrackable):
         """Return the buffers in which sent entries are cleared: the residual first."""
         return (self.residual,)
 
-    def dense_dtype(self, gradient: tf.Tensor) -> tf.DType:
-        """Return the dtype in which a dense gradient is sent: its own, or float32.
+    def dense_dtype(self, dtype: tf.DType) -> tf.DType:
+        """Return the dtype in which a dense gradient of a dtype is sent: its own, or float32.
 
-        Horovod cannot reduce bfloat16. A float16 gradient that has a residual in other steps is sent as float32, as its
-        residual may exceed the range of float16.
+        Horovod cannot reduce bfloat16. A residual, or the sum of which a mean is taken, may exceed the range of
+        float16. If all steps are dense, float16 is sent as in dense training.
         """
-        if gradient.dtype == tf.bfloat16 or (gradient.dtype == tf.float16 and self.may_wait):
+        if dtype == tf.bfloat16 or (dtype == tf.float16 and not is_always_dense(self.algorithm.schedule)):
             return tf.float32
-        return gradient.dtype
+        return dtype
 
     def may_be_cut(self) -> bool:
         """Return whether the dense tensor may exceed the range of its type; the gradient itself never does."""
@@ -99,7 +99,7 @@ class ErrorFeedback(tf.__internal__.tracking.AutoTrackable):
         `dense_dtype`. With a residual, the sum for a float16 gradient is clamped to `most`, and the excess stays in the
         residual. The buffers change only if the step is not skipped.
         """
-        dtype = self.dense_dtype(gradient)
+        dtype = self.dense_dtype(gradient.dtype)
         if "residual" not in self.buffers:
             return tf.cast(gradient, dtype), {}, ops.all_finite(gradient)
         wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32
@@ -175,7 +175,7 @@ class MomentumCorrection(ErrorFeedback):
         """Return the residual, and with factor masking the velocity."""
         return (self.residual, self.velocity) if self.algorithm.factor_masking else (self.residual,)
 
-    def dense_dtype(self, gradient: tf.Tensor) -> tf.DType:
+    def dense_dtype(self, dtype: tf.DType) -> tf.DType:
         """Return the dtype in which a dense gradient is sent: that of the velocity."""
         return tf.float32
 
@@ -231,7 +231,7 @@ class SparsificationAware(ErrorFeedback):
         """Return the residual, no velocity and, with weight decay, the parameter."""
         return self.residual, None, self._decaying()
 
-    def dense_dtype(self, gradient: tf.Tensor) -> tf.DType:
+    def dense_dtype(self, dtype: tf.DType) -> tf.DType:
         """Return the dtype in which a dense gradient is sent: that of the residual."""
         return tf.float32
 

@@ -114,7 +114,7 @@ class Hosts:
         for arrival, shard in zip(
             arrivals, tf.split(total, [self._length(arrival.name) for arrival in arrivals]), strict=True
         ):
-            arrival.dtype, arrival.gradient, arrival.factor = arrival.gradient.dtype, shard, incoming
+            arrival.gradient, arrival.factor = shard, incoming
 
     def deliver(self, arrivals: Sequence[Arrival], now: Round) -> None:
         """All-gather the shards of the results within the host, and set the arrivals' `decode`."""

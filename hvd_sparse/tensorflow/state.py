@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 import tensorflow as tf
 
-from hvd_sparse.checkpoint import SPAN, VERSION, check_state, growth, on_host, refused, share_of, with_names
+from hvd_sparse.checkpoint import LARGEST, SPAN, VERSION, check_state, growth, on_host, refused, share_of, with_names
 from hvd_sparse.reduce_scatter import restored, state_of
 from hvd_sparse.tensorflow.exchange import SUMMING
 
@@ -32,7 +32,7 @@ def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, av
         memory[name][kind] = value
     thresholds = {} if summed else {name: np.array([numbers[row] for numbers in kept]) for name, row in rows.items()}
     own = {"summed": summed, "averages": averages, **identity_of(compressor.hosts, exchange)}
-    state = {"version": VERSION, "step": int(step), **own}
+    state = {"version": VERSION, "method": compressor.algorithm.name, "step": int(step), **own}
     regions = [] if summed else state_of(compressor.regions)
     return {**state, "memory": memory, "thresholds": thresholds, "regions": regions}
 
@@ -82,12 +82,12 @@ def identity_of(hosts, exchange) -> dict[str, int | None]:
 
 
 def _sum(exchange, name: str, buffer: tf.Tensor) -> tf.Tensor:
-    """Return the sum over all ranks of float32[n], computed in float64 and rounded once."""
+    """Return the sum over all ranks of float32[n], computed in float64, clamped to float32 and rounded once."""
     spans = [buffer[begin : begin + SPAN] for begin in range(0, max(1, buffer.shape[0]), SPAN)]
-    sums = [
-        tf.cast(exchange.allreduce(f"{name}.{number}", tf.cast(span, tf.float64)), tf.float32)
-        for number, span in enumerate(spans)
-    ]
+    sums = []
+    for number, span in enumerate(spans):
+        total = exchange.allreduce(f"{name}.{number}", tf.cast(span, tf.float64))
+        sums.append(tf.cast(tf.clip_by_value(total, -LARGEST, LARGEST), tf.float32))
     return tf.concat(sums, 0)
 
 
@@ -105,7 +105,8 @@ def _check(compressor, thresholds: Mapping[str, int], state: dict, exchange) -> 
     sizes, kinds = {n: m.size for n, m in feedback.items()}, {n: m.BUFFERS for n, m in feedback.items()}
     if hosts is not None and isinstance(state, dict) and state.get("summed"):
         sizes |= {name: int(cut[-1]) for name, cut in hosts.cuts.items()}
-    check_state(state, sizes, kinds, thresholds, identity_of(compressor.hosts, exchange))
+    identity, method = identity_of(compressor.hosts, exchange), compressor.algorithm.name
+    check_state(state, sizes, kinds, thresholds, identity, method)
     for name, memory in feedback.items():
         for kind, saved in state["memory"].get(name, {}).items():
             if kind not in memory.buffers and np.any(on_host(saved)):

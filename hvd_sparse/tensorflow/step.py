@@ -95,7 +95,9 @@ class Step:
         """Return the entry of `stats` on the choice between payloads and dense tensors in the last of `steps` steps."""
         if steps == 0:
             return {"rule": self.algorithm.dense_fallback}
-        return self.fallback().explain(steps - 1, self.algorithm.schedule.density(steps - 1))
+        # That of the last step: with another rank's end, Horovod forgets the sizes of process sets.
+        fallback = self.fallback() if self._fallback is None else self._fallback
+        return fallback.explain(steps - 1, self.algorithm.schedule.density(steps - 1))
 
     def build(
         self,
@@ -112,9 +114,9 @@ class Step:
         several calls in one graph. lines: the settings, which must be the same on every rank. log: called after each
         step with the number of steps so far.
         """
-        always_dense = self.fallback().always
+        waiting = {name for name in gradients if self.feedback[name].may_wait} - self.fallback().always
         arrivals = [
-            Arrival(name, gradient, self.feedback[name], self.feedback[name].may_wait and name not in always_dense)
+            Arrival(name, gradient, gradient.dtype, self.feedback[name], name in waiting)
             for name, gradient in gradients.items()
         ]
         now = self._begin(*factors, suffix, [*lines, *gradients])
@@ -134,8 +136,8 @@ class Step:
             self.hosts.deliver(arrivals, now)
         for arrival in arrivals:
             self._carry(arrival, now)
-            size, dtype = arrival.shape.num_elements(), arrival.dtype or arrival.gradient.dtype
-            now.counted.add(dense_bytes=size * dtype.size, elements=size)
+            size = arrival.shape.num_elements()
+            now.counted.add(dense_bytes=size * arrival.dtype.size, elements=size)
         counts, small = tf.logical_not(now.overflow), [arrival for arrival in arrivals if not arrival.is_sparse]
         done = [*sent, *now.noted, *self._commit(small, counts, [])]
         if now.is_dense is not None:
@@ -153,7 +155,7 @@ class Step:
 
     def result(self, arrival: Arrival, now: Round, reduced: tf.Tensor) -> tf.Tensor:
         """Return a reduced gradient in its own type and shape, given the tensor that Horovod reduced."""
-        shape, dtype = arrival.shape, arrival.dtype or arrival.gradient.dtype
+        shape, dtype = arrival.shape, arrival.dtype
 
         def dense() -> tf.Tensor:
             """Return the dense tensor that Horovod reduced; NaN everywhere after an overflow."""
@@ -313,7 +315,7 @@ class Step:
         def token() -> list:
             """Return tokens, and no changes of buffers."""
             nothing, yes = tf.zeros([0]), tf.constant(True)
-            tokens = [tf.cast(now.token, arrival.feedback.dense_dtype(arrival.gradient)) for arrival in sparse]
+            tokens = [tf.cast(now.token, arrival.feedback.dense_dtype(arrival.gradient.dtype)) for arrival in sparse]
             return [
                 (sent, dict.fromkeys(arrival.feedback.buffers, nothing), yes)
                 for sent, arrival in zip(tokens, sparse, strict=True)
@@ -349,7 +351,7 @@ class Step:
         """Set the tensor that Horovod all-reduces: a token, or the dense tensor."""
         if arrival.is_sparse and (now.is_dense is None or self.hosts is not None):
             # In the type of a dense gradient: `groups` of Horovod all-reduce tensors of one type together.
-            arrival.carried = tf.cast(now.token, arrival.feedback.dense_dtype(arrival.gradient))
+            arrival.carried = tf.cast(now.token, arrival.feedback.dense_dtype(arrival.dtype))
             now.counted.add(payload_bytes=TOKEN_ELEMENTS * arrival.carried.dtype.size)
             return
         sent, size = arrival.taken[0], tf.constant(arrival.feedback.size, tf.int64)

@@ -108,6 +108,7 @@ class KeptThresholds:
         kept, known = (tf.gather(variable.read_value(), rows) for variable in self.variables)
         due = refreshes | tf.equal(kept, 0.0) | tf.not_equal(known, tf.cast(counts, tf.float64))
         self._due = due & tf.logical_not(drains) & is_active
+        self._misses_turn = refreshes & drains & is_active
         self._goes_by_it = tf.logical_not(due | drains) & is_active
         thresholds = tf.where(drains, tf.fill([len(rows)], tf.constant(SMALLEST, tf.float64)), kept)
         thresholds = tf.where(is_active, thresholds, tf.fill([len(rows)], tf.constant(NEVER, tf.float64)))
@@ -116,14 +117,16 @@ class KeptThresholds:
     def learn(self, names: list[str], counts, infos: tf.Tensor, is_active) -> list[tf.Operation]:
         """Store the refreshed thresholds, after `plan` in the same trace; infos: from `varying_ops.filter_bucket`.
 
-        A threshold whose count has left the band is refreshed in the next step.
+        A threshold is refreshed in the next step if its count has left the band, or its tensor was drained at its turn.
         """
         rows, k = [self.rows[name] for name in names], tf.cast(counts, tf.float64)
         value, known = (tf.gather(kept.read_value(), rows) for kept in self.variables)
+        expires = self._misses_turn
         if self._band is not None:
             too_few = (infos[:, 1] * self._band < k) & (value > SMALLEST)  # SMALLEST cannot be lowered
             leaves = too_few | (infos[:, 1] > k * self._band)
-            value = tf.where(self._goes_by_it & leaves, tf.zeros_like(value), value)
+            expires |= self._goes_by_it & leaves
+        value = tf.where(expires, tf.zeros_like(value), value)
         taken = tf.maximum(infos[:, 0], SMALLEST)  # 0 means none; zeros are never sent
         changes = (tf.where(self._due, taken, value), tf.where(self._due, k, known))
         return [v.scatter_update(tf.IndexedSlices(new, rows)) for v, new in zip(self.variables, changes, strict=True)]

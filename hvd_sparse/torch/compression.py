@@ -205,7 +205,7 @@ class SparseCompressor(Compressor):
         self._has_warned_of_sparse = True
 
     def _drop(self) -> None:
-        """Give up the step under way."""
+        """Forget the step under way."""
         super()._drop()
         self._open.clear()
         self._references.clear()
@@ -228,13 +228,20 @@ class SparseCompressor(Compressor):
                 "hvd_sparse: several optimizers use one compressor: each counts as a step, and sends payloads for the "
                 "parameters of the others, too. Build a compressor for each, from its own named parameters"
             )
-        if reduces_again(optimizer):
+        if reduces_again(optimizer) and self._has_gradients():
             raise RuntimeError(
                 "hvd_sparse: optimizer.step() would reduce again what optimizer.synchronize() has reduced: residuals "
                 "and momentum would count it twice. Write: with optimizer.skip_synchronize(): optimizer.step()"
             )
         self._averages = getattr(optimizer, "op", hvd.Average) == hvd.Average
         return Units(size, 1.0 / size if self._averages else 1.0, self._loss_scale)
+
+    def _has_gradients(self) -> bool:
+        """Return whether any gradient of this rank is not zero, as those are that `zero_grad` has cleared."""
+        gradients = (self._parameters[name].grad for name in self._parameters)
+        return any(
+            bool((one.coalesce().values() if one.is_sparse else one).any()) for one in gradients if one is not None
+        )
 
     def _result(self, carried: torch.Tensor, arrival: Arrival) -> torch.Tensor:
         gradient = arrival.gradient

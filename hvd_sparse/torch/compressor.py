@@ -1,6 +1,7 @@
 """The common part of the compressors for Horovod and DistributedDataParallel: settings, statistics, checkpoints."""
 
 import abc
+import hashlib
 import threading
 from collections.abc import Iterable
 
@@ -27,6 +28,10 @@ from hvd_sparse.units import Units, checked_loss_scale
 WITHIN_A_STEP = (
     "hvd_sparse: state_dict() between backward and optimizer.step(): the state has gradients that are not sent yet. If "
     "this batch is trained again from it, they count twice. Call it between optimizer steps"
+)
+GIVEN_UP_APART = (
+    "hvd_sparse: the ranks give up a step in which they have compressed different gradients. Call "
+    "optimizer.synchronize() on every rank before load_state_dict() or reset(), or start again from a checkpoint"
 )
 
 
@@ -88,8 +93,8 @@ class Compressor(abc.ABC):
             {"compress", "exchange", "decompress"}. "dense_fallback" is the choice in the last step, and the reason:
             {"rule": the argument, "is_dense": whether it sent all gradients dense, "tensors": number of tensors that
             are always dense, "payload_bytes", "dense_bytes": bytes that a rank receives either way, with those
-            tensors dense in both; with "measured" also "payload_seconds", "dense_seconds": medians of the steps timed
-            so far, or None}.
+            tensors dense in both, unless all are; with "measured" also "payload_seconds", "dense_seconds": medians of
+            the steps timed so far, or None}.
         """
         buffers = [feedback.buffers for feedback in self._step.feedback.values()]
         norm = sum(sum_of_squares(one["residual"]) for one in buffers if "residual" in one) ** 0.5
@@ -140,13 +145,13 @@ class Compressor(abc.ABC):
                 as they would have: with op=Average their mean is that of the ranks that saved it.
 
         Raises:
-            ValueError: On any rank the state belongs to other parameters or a method with other buffers, lacks buffers
-                that it had when it was saved, has NaN or infinity in a buffer, or is not summed and the world size has
-                changed. Raised on every rank (except in an elastic job), before anything has changed.
+            ValueError: On any rank the state belongs to other parameters or another method, lacks buffers that it had
+                when it was saved, has NaN or infinity in a buffer, or is not summed and the world size has changed.
+                Raised on every rank (except in an elastic job), before anything has changed.
             RuntimeError: Another rank is in a step, or did not call within 600 s.
         """
         with self._lock:
-            self._drop()
+            self._give_up()
             self._optimizer_checks.forget_reductions()
             self._number = restore_state(self._step, state, self._exchange)
             self._averages = state.get("averages", True)
@@ -156,9 +161,12 @@ class Compressor(abc.ABC):
         """Clear residuals, step number, statistics and the step under way, on every rank; check settings again.
 
         Keep the loss scale.
+
+        Raises:
+            RuntimeError: A step is under way, and another rank did not call within 600 s, or has other gradients in it.
         """
         with self._lock:
-            self._drop()
+            self._give_up()
             self._optimizer_checks.forget_reductions()
             for feedback in self._step.feedback.values():
                 for buffer in feedback.buffers.values():
@@ -206,7 +214,7 @@ class Compressor(abc.ABC):
 
     def _begin(self) -> None:
         """Begin a step."""
-        self._drop()
+        self._give_up()
         units = self._units()
         self._optimizer_checks.is_used, self._optimizer_checks.scale = True, units.loss_scale
         self._parameters.begin_step()
@@ -234,8 +242,26 @@ class Compressor(abc.ABC):
         if self._log is not None:
             self._log.report(self.stats, self._number)
 
+    def _give_up(self) -> None:
+        """Give up the step under way, if any, which all ranks do: complete its exchange, and discard the result.
+
+        Ranks send messages at different times. One that some ranks have sent, and others have not, would meet the next
+        one of its name. RuntimeError if the ranks have other gradients in the step, or one does not come.
+        """
+        if self._under_way and not self._check.is_due():  # else the backend was started anew, without the messages
+            content = " ".join(sorted(self._step.arrivals)).encode()
+            answers = self._exchange.meet("step", hashlib.sha256(content).hexdigest())
+            if answers is not None and len(set(answers)) > 1:
+                raise RuntimeError(GIVEN_UP_APART)
+            if answers is not None:
+                with torch.no_grad():
+                    self._step.finish()
+                    self._step.overflowed()
+                    self._step.end()
+        self._drop()
+
     def _drop(self) -> None:
-        """Give up the step under way."""
+        """Forget the step under way."""
         self._step.drop()
         self._traffic.drop_step()
         self._under_way = self._finished = False

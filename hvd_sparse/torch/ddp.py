@@ -200,11 +200,6 @@ class DDPCompressor(Compressor):
         """Return whether a step may leave out parameters."""
         return self._is_static() or self._is_set("find_unused_parameters")
 
-    def _joins(self) -> bool:
-        """Return whether this is within `Join`, where a rank that has left its loop reduces without optimizer steps."""
-        model = None if self._model is None else self._model()
-        return model is not None and model._join_config.enable
-
     def _open_step(self) -> None:
         """Begin a step."""
         if self._check.is_due():
@@ -267,8 +262,8 @@ class DDPCompressor(Compressor):
                     means = list(total.split(arrived.sizes))
                 self._put(arrived.arrivals, means, scale, kept)
         self._end()
-        if not (self._overflowed or self._joins()):  # a loss scaler skips the optimizer's step after an overflow
-            used = [self._parameters[name] for name in self._used]
+        if not self._overflowed:  # a loss scaler skips the optimizer's step after an overflow
+            used = [self._parameters[name] for name in self._used]  # none on a rank that has left its loop in `Join`
             self._optimizer_checks.check_reduction(used, TWO_PASSES)
             self._optimizer_checks.after_reduction(used)
         for arrived in self._arrived:

@@ -121,14 +121,11 @@ class ErrorFeedback:
     def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:
         """Return the dtype in which a dense tensor is sent: the gradient's own or float32.
 
-        Horovod cannot reduce bfloat16. A float16 tensor that has a residual in other steps is sent as float32, as its
-        residual may exceed the range of float16.
+        Horovod cannot reduce bfloat16. A residual, or the sum of which a mean is taken, may exceed the range of
+        float16. If all steps are dense, float16 is sent as in dense training.
         """
-        is_large = self.algorithm.compresses(self.parameter.numel())
-        may_wait = is_large and not is_always_dense(self.algorithm.schedule)
-        if gradient.dtype == torch.bfloat16 or (gradient.dtype == torch.float16 and may_wait):
-            return torch.float32
-        return gradient.dtype
+        dtype, always = gradient.dtype, is_always_dense(self.algorithm.schedule)
+        return torch.float32 if dtype == torch.bfloat16 or (dtype == torch.float16 and not always) else dtype
 
     def take_all(self, gradient: torch.Tensor, factor: float, units: Units, most: float = math.inf) -> "Dense":
         """Return the dense tensor to send: the gradient plus the residual, if there is one.

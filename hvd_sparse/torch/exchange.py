@@ -59,6 +59,7 @@ class Exchange:
         self.traffic = traffic
         self._asked: Pending | None = None  # the presence check of a step, until its result is read
         self._announced: Pending | None = None  # this rank waits for the others between two steps
+        self._open_in: object | None = None  # the incarnation of the backend in which both began
 
     def size(self) -> int:
         """Return the world size; raise RuntimeError before Horovod or PyTorch's process group is initialised."""
@@ -161,6 +162,7 @@ class Exchange:
             self._asked = None
             return total
 
+        self._forget_lost()
         self._asked = Pending(self.collectives.add("present", own), finish=read)
         return self._asked
 
@@ -170,6 +172,7 @@ class Exchange:
         If a step is under way, this waits for its presence check, whose name must be free; RuntimeError if other ranks
         have not begun that step.
         """
+        self._forget_lost()
         if self._announced is None and self.collectives.may_join:
             if self._asked is not None:
                 between = int(self._asked.wait_at_most(AGREE_SECONDS)[0] // BETWEEN_STEPS)
@@ -180,9 +183,16 @@ class Exchange:
 
     def end_announcement(self) -> None:
         """Wait for the open announcement, as its name must be free; RuntimeError if other ranks were in a step."""
+        self._forget_lost()
         if self._announced is not None:
             announced, self._announced = self._announced, None
             check_all_between_steps(float(announced.wait()[0]), self.size())
+
+    def _forget_lost(self) -> None:
+        """Forget what was in flight when the backend was shut down: no rank will answer it."""
+        now = self.collectives.incarnation()
+        if self._open_in is not now:
+            self._asked, self._announced, self._open_in = None, None, now
 
     def wait_between_steps(self, pending: Pending, seconds: float) -> torch.Tensor:
         """Return the result of a collective; RuntimeError if a rank is in a step instead, or after `seconds`."""

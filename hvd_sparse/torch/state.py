@@ -2,7 +2,7 @@
 
 import torch
 
-from hvd_sparse.checkpoint import SPAN, VERSION, check_state, growth, on_host, refused, share_of
+from hvd_sparse.checkpoint import LARGEST, SPAN, VERSION, check_state, growth, on_host, refused, share_of
 from hvd_sparse.reduce_scatter import restored, state_of
 from hvd_sparse.torch.error_feedback import StatePart
 from hvd_sparse.torch.exchange import Exchange
@@ -20,13 +20,15 @@ def gather_state(step: Step | HierarchicalStep, number: int, exchange: Exchange,
         for name, buffers in memory.items():
             for kind, buffer in buffers.items():
                 for part, span in enumerate(buffer.split(SPAN)):
-                    span.copy_(exchange.allreduce(f"state.{name}.{kind}.{part}", span.double()).wait())
+                    total = exchange.allreduce(f"state.{name}.{kind}.{part}", span.double()).wait()
+                    span.copy_(total.clamp_(-LARGEST, LARGEST))
     numbers = {} if summed else {name: threshold.numbers() for name, threshold in sorted(step.thresholds.items())}
     thresholds = {name: torch.tensor(own, dtype=torch.float64, device="cpu") for name, own in numbers.items() if own}
     regions = [] if summed else state_of(step.regions)
-    state = {"version": VERSION, "step": number, "summed": summed, "averages": averages, **_identity(step, exchange)}
+    state = {"version": VERSION, "method": step.algorithm.name, "step": number, "summed": summed, "averages": averages}
     count = {} if summed else {"buffers": sum(map(len, memory.values()))}
-    return {**state, "memory": memory, "thresholds": thresholds, "regions": regions, **count}
+    own = {**_identity(step, exchange), "memory": memory, "thresholds": thresholds, "regions": regions, **count}
+    return {**state, **own}
 
 
 def _identity(step: Step | HierarchicalStep, exchange: Exchange) -> dict[str, int | None]:
@@ -82,4 +84,4 @@ def _check(step: Step | HierarchicalStep, state: dict, exchange: Exchange) -> No
     sizes = {name: one.n for name, one in parts.items()}
     kinds = {name: one.buffers for name, one in parts.items()}
     counts = {name: len(threshold.numbers()) for name, threshold in step.thresholds.items() if threshold.numbers()}
-    check_state(state, sizes, kinds, counts, _identity(step, exchange))
+    check_state(state, sizes, kinds, counts, _identity(step, exchange), step.algorithm.name)

@@ -78,20 +78,40 @@ def test_what_is_delivered_and_what_waits_are_what_was_fed(kind, dtype, op):
 )
 def test_samomentum_has_kept_a_part_of_what_comes_back(dtype, settings):
     """Sending u leaves m u (DGS, Algorithm 3): what is delivered, times 1 - m, and what waits are what was fed."""
+    check_samomentum(dtype, settings, freezes=False)
+
+
+@pytest.mark.rank_counts
+@pytest.mark.parametrize("exchange", [{}, {"exchange": "hierarchical", "ranks_per_host": 1}], ids=["", "hierarchical"])
+@pytest.mark.parametrize("values", ["float16", "int2"])
+def test_a_rank_whose_tensors_are_frozen_keeps_a_part_too(values, exchange):
+    """It owns a region, too, and what its owner rounds away are sums of other ranks: two at least."""
+    settings = {"exchange": "reduce_scatter", **exchange}
+    if "ranks_per_host" in exchange:
+        settings["between_hosts"] = "reduce_scatter"
+    check_samomentum(torch.float32, {"values": values, **settings}, freezes=hvd.size() > 1)
+
+
+def check_samomentum(dtype, settings, freezes):
+    """freezes: whether rank 0 freezes the weight in every other step."""
     parameters = make_parameters(SHAPES, dtype)
     settings = {"momentum": 0.75, "density": 0.1, "min_numel": 100, "dense_fallback": None, **settings}
     compression = Compression.samomentum(parameters.items(), **settings)
     gradients = {name: torch.full(shape, 512.0) for name, shape in SHAPES.items()}
     gradients["weight"].view(-1)[::30] = 30720.0
+    if freezes:
+        gradients["weight"].view(-1)[1::7] = 717.13  # of which sums have more bits than float16
     nothing = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    sent = torch.zeros(2000, dtype=torch.float64)
+    sent, fed = torch.zeros(2000, dtype=torch.float64), torch.zeros(2000, dtype=torch.float64)
     for t in range(40):
-        given = {name: one.numpy() for name, one in (gradients if t < 10 else nothing).items()}
-        reduced = drive(compression, parameters, given, op=hvd.Sum)
+        is_frozen = freezes and t % 2 == 1 and hvd.rank() == 0
+        parameters["weight"].requires_grad_(not is_frozen)
+        given = gradients if t < 10 else nothing
+        reduced = drive(compression, parameters, {name: one.numpy() for name, one in given.items()}, op=hvd.Sum)
         assert all(bool(one.isfinite().all()) for one in reduced.values())
         sent += reduced["weight"].reshape(-1).double()
-    waiting = total(memory_of(compression, parameters, "weight"))
-    fed = 10 * gradients["weight"].reshape(-1).double() * hvd.size()
+        fed += given["weight"].reshape(-1).double() * (0.0 if is_frozen else 1.0)
+    waiting, fed = total(memory_of(compression, parameters, "weight")), total(fed)
     torch.testing.assert_close(0.25 * sent + waiting, fed, rtol=0, atol=1e-6 * float(fed.max()))
 
 

@@ -11,6 +11,7 @@ from helpers import assert_ranks_agree, backward, distributed, drive, make_param
 from oracle import CLEAR_GAP, Method, train
 
 from hvd_sparse.torch import Compression, hierarchical
+from hvd_sparse.torch.dense_bucket import MOST_TOGETHER
 
 pytestmark = [
     pytest.mark.rank_counts,
@@ -251,12 +252,16 @@ def test_gradients_of_16_bits(dtype):
         np.testing.assert_allclose(ledger.out[name] + left, ledger.fed[name], rtol=0, atol=1e-2)
 
 
-def test_the_mean_of_small_tensors_of_16_bits_may_need_a_larger_sum():
-    parameters = make_parameters({"tiny": (5,), "large": (3000,)}, torch.float16)
-    compression = Compression.topk(parameters.items(), 0.01, exchange="hierarchical", ranks_per_host=1)
-    gradients = {"tiny": np.full(5, 40000.0), "large": np.ones(3000)}
+@pytest.mark.parametrize("exchange", [{}, {"exchange": "hierarchical", "ranks_per_host": 1}], ids=["", "hierarchical"])
+def test_the_mean_of_small_tensors_of_16_bits_may_need_a_larger_sum(exchange):
+    """So it may for one below min_numel that does not share the message of the tiny ones."""
+    shapes = {"tiny": (5,), "small": (MOST_TOGETHER + 1,), "large": (MOST_TOGETHER + 2,)}
+    parameters = make_parameters(shapes, torch.float16)
+    compression = Compression.topk(parameters.items(), 0.01, min_numel=MOST_TOGETHER + 2, **exchange)
+    gradients = {name: np.full(shape, 1.0 if name == "large" else 40000.0) for name, shape in shapes.items()}
     reduced = drive(compression, parameters, gradients, op=hvd.Average)
-    assert reduced["tiny"].tolist() == [40000.0] * 5
+    for name in ("tiny", "small"):
+        assert bool((reduced[name] == 40000.0).all())
 
 
 def test_missing_frozen_and_late_gradients():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from gradients import draw
-from helpers import assert_alive, drive, everywhere, make_parameters, memory_of
+from helpers import assert_alive, drive, everywhere, make_parameters, memory_of, total
 
 from hvd_sparse.torch import Compression
 
@@ -76,6 +76,37 @@ def test_an_infinite_sum_of_bfloat16_leaves_nothing_in_the_memory(settings):
     assert all(memory_of(compression, parameters, name).isfinite().all() for name in SHAPES)
     small = drive(compression, parameters, draw(SHAPES, 1, 0), op=hvd.Sum)
     assert all(found.isfinite().all() for found in small.values())
+
+
+@pytest.mark.skipif(hvd.size() == 1, reason="one residual alone is in the range of float32")
+def test_a_sum_of_residuals_beyond_float32_is_clamped():
+    parameters = make_parameters(SHAPES)
+    compression = make("dgc", parameters)
+    drive(compression, parameters, draw(SHAPES, 0, hvd.rank()))
+    state = compression.state_dict()
+    state["memory"]["body.weight"]["residual"][:3] = torch.tensor([3e38, -3e38, 1.0])
+    compression.load_state_dict(state)
+    summed = compression.state_dict(summed=True)
+    largest = torch.finfo(torch.float32).max
+    assert summed["memory"]["body.weight"]["residual"][:3].tolist() == [largest, -largest, hvd.size()]
+    compression.load_state_dict(summed)
+    assert total(memory_of(compression, parameters, "body.weight"))[:3].tolist() == [largest, -largest, hvd.size()]
+
+
+@pytest.mark.parametrize("summed", [False, True], ids=["own", "summed"])
+def test_a_state_of_another_method_is_refused_on_every_rank(summed):
+    """A residual of Top-k would be worth 1 / (1 - m) times as much in SAMomentum. Older states have no method."""
+    parameters = make_parameters(SHAPES)
+    theirs, ours = make("topk", parameters), make("samomentum", parameters)
+    drive(theirs, parameters, draw(SHAPES, 0, hvd.rank()))
+    state, before = theirs.state_dict(summed=summed), ours.state_dict(summed=summed)
+    given = state if hvd.rank() == hvd.size() - 1 else before
+    message = f"rank {hvd.size() - 1}: the state is of another method: topk there, samomentum here"
+    with pytest.raises(ValueError, match=message):
+        ours.load_state_dict(given)
+    assert ours.stats()["residual_norm"] == 0.0
+    ours.load_state_dict({key: part for key, part in state.items() if key != "method"})
+    assert ours.stats()["residual_norm"] > 0.0
 
 
 def test_nesterov_overflows_at_once():

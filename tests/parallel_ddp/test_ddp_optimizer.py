@@ -39,11 +39,13 @@ def scaled_step(model, optimizer, scaler):
     scaler.update()
 
 
-def test_a_loss_scale_that_was_not_set_is_an_error():
+@pytest.mark.parametrize("joins", [False, True], ids=["", "join"])
+def test_a_loss_scale_that_was_not_set_is_an_error(joins):
     model, compression, optimizer = build(sgd, clip_norm=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    with pytest.raises(RuntimeError, match=r"Before each backward: compression\.loss_scale = scaler\.get_scale\(\)"):
+    message = r"Before each backward: compression\.loss_scale = scaler\.get_scale\(\)"
+    with pytest.raises(RuntimeError, match=message), Join([model], enable=joins):
         scaled_step(model, optimizer, scaler)
     assert all(map(torch.equal, before, model.parameters()))
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -153,6 +155,11 @@ def twice(model, optimizer):
     optimizer.step()
 
 
+def joined_twice(model, optimizer):
+    with Join([model]):
+        twice(model, optimizer)
+
+
 def without_optimizer(model, optimizer):
     for _ in range(2):
         loss_of(model).backward()
@@ -168,6 +175,7 @@ def without_optimizer(model, optimizer):
         ([without_optimizer], False),
         ([twice, twice, twice], True),
         ([plain, overflown, twice], True),
+        ([uneven, joined_twice], True),
     ],
 )
 def test_two_reductions_before_an_optimizer_step_are_warned_of_once(loop, warned):

@@ -74,13 +74,14 @@ def test_a_sparse_gradient_that_gets_no_momentum_is_warned_of(sparse_as_dense, m
 
 @pytest.mark.parametrize(
     ("groups", "dtype"),
-    [(None, "float32"), (1, "float32"), (5, "float32"), ("lists", "float32"), (1, "float64")],
+    [(None, "float32"), (1, "float64"), (1, "float16"), (1, "float32"), (5, "float32"), ("lists", "float32")],
 )
-@pytest.mark.parametrize("scope", ["tensor", "model"])
+@pytest.mark.parametrize("scope", ["tensor", "hierarchical", "model"])
 def test_groups(groups, dtype, scope):
     variables = [tf.Variable(tf.zeros([100 + 10 * i], dtype), name=f"v{i}") for i in range(5)]  # grouped by name
     gradients = [np.arange(100 + 10 * i) * (hvd.rank() + 1.0) for i in range(5)]
-    compression = Compression.gradient_dropping(variables, density=0.1, min_numel=105, scope=scope)
+    settings = {"exchange": "hierarchical", "ranks_per_host": 1} if scope == "hierarchical" else {"scope": scope}
+    compression = Compression.gradient_dropping(variables, density=0.1, min_numel=105, **settings)
     chosen = [[variables[3], variables[1]], [variables[0]]] if groups == "lists" else groups
 
     @tf.function
@@ -98,7 +99,7 @@ def test_groups(groups, dtype, scope):
     for i, name in enumerate(compression.feedback):
         fed = 3 * np.arange(100 + 10 * i) * sum(rank + 1 for rank in range(hvd.size()))
         np.testing.assert_array_equal(out[i] + total(residual_of(compression, name)), fed)
-    if scope == "tensor":  # three times its own k of each variable, so none was taken for another
+    if scope != "model":  # three times its own k of each variable, so none was taken for another
         assert [np.count_nonzero(o) for o in out[1:]] == [33, 36, 39, 42]
 
 
@@ -117,6 +118,26 @@ def test_one_tensor_as_the_gradient_of_two_variables():
         np.testing.assert_array_equal(reduced.numpy().nonzero()[0], np.arange(190, 200))
     with pytest.raises(ValueError, match="one gradient tensor could belong to each of"):
         reduce(tf.range(200.0), [[b, a]])
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_variable_that_is_listed_twice(listed):
+    """Of its places, Horovod compresses one where groups are lists, and returns the result for each."""
+    tied, other = tf.Variable(tf.zeros([200]), name="tied"), tf.Variable(tf.zeros([210]), name="other")
+    compression = Compression.gradient_dropping([tied, other], density=0.05, min_numel=50)
+
+    @tf.function
+    def reduce():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tied * tf.range(200.0)) + tf.reduce_sum(other)
+        groups = [[tied, other]] if listed else None
+        tape = hvd.DistributedGradientTape(tape, compression=compression, groups=groups, **SUM)
+        return tape.gradient(loss, [tied, other, tied])
+
+    expected = np.where(np.arange(200) >= 190, hvd.size() * np.arange(200.0), 0.0)
+    first, _, second = reduce()
+    np.testing.assert_array_equal(first.numpy(), expected)
+    np.testing.assert_array_equal(second.numpy(), expected)
 
 
 def test_retracing_and_several_traces_share_the_memory():

@@ -45,6 +45,17 @@ def test_what_is_delivered_and_what_waits_are_what_was_fed(method, dtype, op, se
     assert dtype != tf.float16 or sent.max() >= 65504.0, "more than one message can hold had waited"
 
 
+@pytest.mark.parametrize("groups", [None, 1])
+@pytest.mark.parametrize("method", ["gradient_dropping", "dgc"])
+def test_the_mean_of_small_tensors_may_need_a_larger_sum(method, groups):
+    """The sum of two gradients of 40,000 is beyond float16, their mean is not."""
+    variables = make_variables(SHAPES, tf.float16)
+    compression = getattr(Compression, method)(list(variables.values()), density=0.01, min_numel=100)
+    reduce = Reducer(variables, compression, op=hvd.Average, groups=groups)
+    reduced = reduce({"weight": np.ones((40, 50)), "bias": np.full(10, 40000.0)})
+    assert reduced["bias"].tolist() == [40000.0] * 10
+
+
 @pytest.mark.parametrize(
     ("dtype", "settings"),
     [

@@ -288,6 +288,22 @@ def test_a_velocity_beyond_float16_is_sent_in_parts(layout):
     np.testing.assert_allclose(moved, fed, rtol=2e-2)
 
 
+def test_stats_after_another_rank_has_ended(monkeypatch):
+    """Horovod then shuts down everywhere, and knows only the set of all ranks any more."""
+    variables = make_variables({"w": (40, 50)})
+    hosts = {"exchange": "hierarchical", "ranks_per_host": hvd.size(), "min_numel": 100}
+    compression = Compression.topk(list(variables.values()), 0.01, **hosts)
+    Reducer(variables, compression)({"w": np.ones((40, 50))})
+    expected = compression.stats()["dense_fallback"]
+
+    def size():
+        """Fail as Horovod does."""
+        raise ValueError("Process set does not exist or has not been registered.")
+
+    monkeypatch.setattr(compression.hosts.column.process_set, "size", size)
+    assert compression.stats()["dense_fallback"] == expected
+
+
 @pytest.mark.rank_counts
 def test_uneven_hosts_are_refused():
     if hvd.size() < 3:

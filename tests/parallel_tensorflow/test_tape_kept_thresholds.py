@@ -66,6 +66,20 @@ def test_a_jump_of_the_gradients_scale_brings_a_new_threshold(factor):
         assert counts[15] > 1000 and counts[16] == 20
 
 
+def test_a_turn_in_a_drained_step_is_made_up_for():
+    """Turns fall into drained steps, one in four: no threshold is used for much longer than its 8 steps."""
+    reduce = make("dct", lifespan=8, drain=4, band=None)
+    last, ages = {}, []
+    for t in range(80):
+        reduce(draw(SHAPES, t, hvd.rank()))
+        thresholds = reduce.compression.state_dict()["thresholds"]
+        for name in ("weight", "head"):
+            (value, _), (before, age) = thresholds[name], last.get(name, (0.0, 0))
+            last[name] = value, age + 1 if value == before else 1
+        ages.append(max(age for _, age in last.values()))
+    assert 8 <= max(ages) <= 11, ages
+
+
 def few(t):
     """Return gradients of which 4 elements are nonzero."""
     return {"head": np.where(np.arange(2000) < 4, draw({"head": (2000,)}, t, hvd.rank())["head"], 0).astype(np.float32)}

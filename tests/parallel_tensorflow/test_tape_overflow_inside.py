@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from gradients import draw
-from tf_helpers import Reducer, assert_alive, make_variables, memory_of, several
+from tf_helpers import Reducer, assert_alive, make_variables, memory_of, several, total
 
 from hvd_sparse.tensorflow import Compression
 
@@ -63,6 +63,31 @@ def test_an_infinite_sum_of_bfloat16_leaves_nothing_in_the_memory(settings):
     assert all(np.isfinite(memory_of(compression, name)).all() for name in SHAPES)
     small = draw(SHAPES, 1, 0)
     assert all(np.isfinite(found).all() for found in reduce(small).values())
+
+
+def test_a_sum_of_residuals_beyond_float32_is_clamped():
+    compression = make("dgc").compression
+    state = compression.state_dict()
+    state["memory"]["weight"]["residual"][:3] = [3e38, -3e38, 1.0]
+    compression.load_state_dict(state)
+    summed = compression.state_dict(summed=True)
+    largest = float(np.finfo(np.float32).max)
+    assert summed["memory"]["weight"]["residual"][:3].tolist() == [largest, -largest, hvd.size()]
+    compression.load_state_dict(summed)
+    assert total(memory_of(compression, "weight"))[:3].tolist() == [largest, -largest, hvd.size()]
+
+
+def test_a_state_of_another_method_is_refused_on_every_rank():
+    """A residual of CLT-k would be worth 1 / (1 - m) times as much in SAMomentum. Older states have no method."""
+    theirs, ours = make("cltk"), make("samomentum").compression
+    theirs(draw(SHAPES, 0, hvd.rank()))
+    state, before = theirs.compression.state_dict(), ours.state_dict()
+    message = f"rank {hvd.size() - 1}: the state is of another method: cltk there, samomentum here"
+    with pytest.raises(ValueError, match=message):
+        ours.load_state_dict(state if hvd.rank() == hvd.size() - 1 else before)
+    assert not memory_of(ours, "weight").any()
+    ours.load_state_dict({key: part for key, part in state.items() if key != "method"})
+    assert memory_of(ours, "weight").any()
 
 
 @pytest.mark.parametrize("kind", ["residual", "velocity"])

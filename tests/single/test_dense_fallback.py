@@ -204,3 +204,34 @@ def test_where_steps_are_sparse_or_dense_as_a_whole_all_tensors_count():
         gathered = world_size * (1000 * payload_size(1500, 2) + payload_size(N, 1000))
         assert (gathered > 8 * (N + 1000 * 1500)) == (expected == 1.0)
         assert chosen.always == frozenset() and chosen.density(0.001) == expected
+
+
+@pytest.mark.parametrize(
+    ("world_size", "count", "expected"),
+    [(128, 1000, 0.01), (512, 1000, 0.01), (64, 1, 0.01), (128, 1, 1.0), (128, 2, 0.01)],
+)
+@pytest.mark.parametrize("warmup", [None, WarmUp(0.01, 100)])
+def test_tensors_share_the_headers_of_a_reduce_scatter(world_size, count, expected, warmup):
+    """Of 1024 elements 10 are sent: a header of 32 bytes, a count of 2, runs of 20, values of 40, twice; dense 8192.
+
+    A message has a header of 32 bytes for each owner, twice: 8192 for 128.
+    """
+    tensors = {f"s{i}": TensorSize((1024,), 4) for i in range(count)}
+    settings = {"warmup": warmup} if warmup else {"density": 0.01}
+    chosen = rule(world_size, "gradient_dropping", tensors, exchange="reduce_scatter", **settings)
+    is_dense = expected == 1.0
+    assert (2 * (96 * count + 32 * world_size) > 8192 * count) == is_dense
+    assert chosen.density(0.01) == expected
+    assert chosen.always == (set(tensors) if is_dense and warmup is None else frozenset())
+    told, factor = chosen.explain(100, 0.01), (world_size - 1) / world_size
+    assert told["is_dense"] == is_dense
+    assert told["payload_bytes"] == round(factor * 2 * (96 * count + 32 * world_size))
+
+
+def test_where_all_tensors_are_dense_for_good_every_step_is_called_dense():
+    class Dipping(Periodic):
+        settled = 0.5
+
+    chosen = rule(3, density=Dipping())
+    assert chosen.always == {"w"}
+    assert chosen.explain(1, 0.001)["is_dense"]

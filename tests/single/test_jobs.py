@@ -173,6 +173,27 @@ def test_horovod_may_be_restarted_before_the_first_step(run_job, between):
     assert code == 0 and "sent 200" in output, output
 
 
+@pytest.mark.parametrize("summed", [False, True], ids=["own", "summed"])
+def test_horovod_may_be_restarted_within_a_step(run_job, summed):
+    """Its presence check is lost, and states are loaded and summed all the same."""
+    code, output = run_job(
+        f"""
+        weights = torch.nn.Parameter(torch.zeros(2000))
+        compression = Compression.gradient_dropping([("weights", weights)], density=0.1)
+        state = compression.state_dict()
+        weights.grad = torch.arange(2000.0)
+        compression.compress(weights.grad)
+        hvd.shutdown()
+        hvd.init()
+        hvd.allreduce(torch.ones(1))
+        compression.load_state_dict(compression.state_dict(summed=True) if {summed} else state)
+        print("loaded", compression.state_dict()["step"])
+        """,
+        launcher=["horovodrun", "-np", "1", "--gloo"],  # MPI cannot be started twice
+    )
+    assert code == 0 and "loaded 0" in output, output
+
+
 FAILING = """
 import horovod.torch as hvd
 import torch

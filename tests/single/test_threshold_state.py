@@ -42,6 +42,26 @@ def test_a_higher_threshold_is_renewed_when_the_count_leaves_the_band(count, ren
     assert (threshold.plan(131, K, N).k == K) == renewed
 
 
+@pytest.mark.parametrize("lifespan", [8, 50])
+@pytest.mark.parametrize("band", [None, 4.0])
+def test_a_turn_in_a_drained_step_is_made_up_for(lifespan, band):
+    """In the next step that is not drained: here one in four is, and the next turns are a life-span away."""
+    settings = Settings.dct(None, lifespan=lifespan, drain=4, band=band)
+    turns, made_up = Turns(settings, 3), 0
+    for position in range(3):
+        threshold, is_due = KeptThreshold(settings, position, 3), True  # there is none at first
+        for step in range(20 * lifespan):
+            drains, is_due = turns.drains(step, position), is_due or turns.refreshes(step, position)
+            plan = threshold.plan(step, K, N)
+            assert plan.k == (K if is_due and not drains else 0)
+            made_up += plan.k > 0 and not turns.refreshes(step, position)
+            threshold.learn(K, 1.0, N if drains else K)
+            assert threshold.numbers()[0] == (0.0 if is_due and drains else 1.0)
+            threshold.restore(threshold.numbers())
+            is_due = is_due and drains
+    assert made_up >= 10
+
+
 def test_a_state_without_a_threshold_takes_one():
     """As in a checkpoint that an older version saved at 0.0."""
     threshold = kept()

@@ -28,6 +28,7 @@ class Arrival:
 
     name: str
     gradient: tf.Tensor
+    dtype: tf.DType  # of the gradient that Horovod passed; in a hierarchical exchange, `gradient` becomes another
     feedback: ErrorFeedback
     is_sparse: bool  # whether it is sent as a payload in any step
     clip_ratio: tf.Tensor | float = 1.0
@@ -35,7 +36,6 @@ class Arrival:
     carried: tf.Tensor | None = None  # the tensor for Horovod's all-reduce: a token or dense
     taken: list | None = None  # the dense tensor, and a dict of the buffers' next content
     decode: Callable[[], tf.Tensor] | None = None  # returns the reduced gradient, float32[n]
-    dtype: tf.DType | None = None  # of the gradient that Horovod passed, if `gradient` is another
 
     @property
     def shape(self) -> tf.TensorShape:
@@ -147,13 +147,12 @@ class Codec(abc.ABC):
         The excess returns to the ranks' residuals, after these are `cleared` at the sent entries. Returns this
         operation.
         """
-        dtype = arrival.dtype or arrival.gradient.dtype
-        if dtype.name not in HALF:
+        if arrival.dtype.name not in HALF:
             arrival.decode = lambda: total
             return []
         with beside(arrival.feedback.device):
             rank, retained = self.exchange.rank(), arrival.feedback.retained
-            rounded, excess = round_to_half(total, dtype, rank, now.units, retained)
+            rounded, excess = round_to_half(total, arrival.dtype, rank, now.units, retained)
             arrival.decode = lambda: rounded
             rest = tf.where(now.ignores_payloads, tf.zeros_like(total), excess)
             with tf.control_dependencies(cleared):

@@ -105,8 +105,7 @@ class OwnedRegions(FixedCount):
 
     def _clear(self, bucket: Bucket, kept: SparseVector, training: Arrivals) -> None:
         """Clear the error feedback at this rank's kept entries; add the rounding errors of the region that it owns."""
-        retained = max((self.feedback[name].retained for name in training), default=0.0)
-        data = bucket.scattered
+        data, retained = bucket.scattered, self.feedback[next(iter(bucket.members))].retained
         indices, _, left = entries_to_clear(data.selected, data.sent.entries, kept, retained)
         exact = self.algorithm.values == "float32" and not retained
         for name, inner, rest in self._parts(bucket, SparseVector(indices, left)):
@@ -114,7 +113,7 @@ class OwnedRegions(FixedCount):
                 self.feedback[name].clear(self._tensor(inner), None if exact else self._tensor(rest))
         for name, inner, rest in self._parts(bucket, data.excess):
             if inner.size:
-                rest = self._tensor(rest) * (1.0 - retained)  # residuals have kept the other part
+                rest = self._tensor(rest) * (1.0 - retained)  # residuals, of any rank, have kept the other part
                 self.feedback[name].residual.index_add_(0, self._tensor(inner), rest)
 
     def _residuals_at(self, bucket: Bucket, training: Arrivals, indices: np.ndarray) -> torch.Tensor:
