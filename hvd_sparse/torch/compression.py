@@ -30,7 +30,7 @@ from hvd_sparse.units import REDUCTION_UNKNOWN, REDUCTIONS, Units, reduction_dif
 REDUCE_FIRST = (
     "Reduce first, then change gradients: optimizer.synchronize(); scaler.unscale_(optimizer), or clip; with "
     "optimizer.skip_synchronize(): scaler.step(optimizer), or optimizer.step(). With a scaler, also set "
-    "compression.loss_scale = scaler.get_scale() before each backward"
+    "compression.loss_scale = scaler, once"
 )
 _compressors: weakref.WeakSet["SparseCompressor"] = weakref.WeakSet()
 
@@ -222,7 +222,7 @@ class SparseCompressor(Compressor):
         if optimizer is None:
             if self.algorithm.depends_on_reduction:
                 raise ValueError(REDUCTION_UNKNOWN)
-            return Units(size, None, self._loss_scale)
+            return Units(size, None, self.loss_scale)
         if self._optimizers.begins(optimizer):
             warn(
                 "hvd_sparse: several optimizers use one compressor: each counts as a step, and sends payloads for the "
@@ -234,14 +234,12 @@ class SparseCompressor(Compressor):
                 "and momentum would count it twice. Write: with optimizer.skip_synchronize(): optimizer.step()"
             )
         self._averages = getattr(optimizer, "op", hvd.Average) == hvd.Average
-        return Units(size, 1.0 / size if self._averages else 1.0, self._loss_scale)
+        return Units(size, 1.0 / size if self._averages else 1.0, self.loss_scale)
 
     def _has_gradients(self) -> bool:
         """Return whether any gradient of this rank is not zero, as those are that `zero_grad` has cleared."""
         gradients = (self._parameters[name].grad for name in self._parameters)
-        return any(
-            bool((one.coalesce().values() if one.is_sparse else one).any()) for one in gradients if one is not None
-        )
+        return any(bool(one.to_dense().any()) for one in gradients if one is not None)
 
     def _result(self, carried: torch.Tensor, arrival: Arrival) -> torch.Tensor:
         gradient = arrival.gradient

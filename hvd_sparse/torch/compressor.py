@@ -4,6 +4,7 @@ import abc
 import hashlib
 import threading
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
@@ -35,6 +36,16 @@ GIVEN_UP_APART = (
 )
 
 
+class Scaler(Protocol):
+    """A loss scaler, such as `torch.amp.GradScaler`."""
+
+    def get_scale(self) -> float:
+        """Return the factor of the loss."""
+
+
+Scale = float | Scaler
+
+
 class Compressor(abc.ABC):
     """A compressor with error feedback, for one optimizer: the common part of all backends."""
 
@@ -55,8 +66,8 @@ class Compressor(abc.ABC):
         self._number = 0  # of the step
         self._averages = True  # whether results are means over ranks, as in the last step
         parameters = [self._parameters[name] for name in self._parameters]
-        self._optimizer_checks = OptimizerChecks(algorithm, parameters, collectives.is_first)
-        self._loss_scale = 1.0
+        self._optimizer_checks = OptimizerChecks(algorithm, parameters, collectives)
+        self._loss_scale: Scale = 1.0
         self._log: Log | None = None
         self._under_way = self._finished = self._overflowed = False
         self._check = ConfigurationCheck(self._exchange)
@@ -66,20 +77,24 @@ class Compressor(abc.ABC):
     def __reduce__(self):
         raise TypeError(NOT_COPIED)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}, step {self._number}: {self.algorithm}>"
+
     @property
     def loss_scale(self) -> float:
         """The loss scale, 1.0 at first: a number above 0, the same on every rank.
 
-        Set it to `scaler.get_scale()` after each `scaler.update()`, before the next backward: a step reads it at its
-        first gradient. clip_norm, weight_decay, residuals and thresholds are in units of the unscaled gradient, and do
-        not change with the scale. See docs/mixed-precision.md.
+        Set it once, to the loss scaler, which has `get_scale()` as `torch.amp.GradScaler` has: each step reads its
+        scale at the first gradient. Or set it to a number before each backward. clip_norm, weight_decay, residuals and
+        thresholds are in units of the unscaled gradient, and do not change with the scale. See docs/mixed-precision.md.
         """
-        return self._loss_scale
+        scale = self._loss_scale
+        return scale if isinstance(scale, float) else checked_loss_scale(scale.get_scale())
 
     @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        """Take the loss scale of the next step, a finite number above 0; TypeError or ValueError for anything else."""
-        self._loss_scale = checked_loss_scale(value)
+    def loss_scale(self, value: Scale) -> None:
+        """Take a loss scaler, or a finite number above 0; TypeError or ValueError for anything else."""
+        self._loss_scale = value if hasattr(value, "get_scale") else checked_loss_scale(value)
         self._optimizer_checks.is_scaled = True
 
     def stats(self) -> dict:

@@ -299,7 +299,7 @@ class DDPCompressor(Compressor):
     def _units(self) -> Units:
         """Return the units of the step that begins. DDP expects means of gradients."""
         size = self._exchange.size()
-        return Units(size, 1.0 / size, self._loss_scale)
+        return Units(size, 1.0 / size, self.loss_scale)
 
     def _description(self) -> list[str]:
         views = f"gradient_as_bucket_view = {self._is_set('gradient_as_bucket_view')}"

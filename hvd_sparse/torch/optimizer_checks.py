@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -12,15 +12,20 @@ from hvd_sparse.frames import warn
 from hvd_sparse.members import two_momenta
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.torch.caller import stepping_scaler
+from hvd_sparse.torch.collectives import Collectives
 
 NOT_SCALED = (
     "hvd_sparse: a loss scaler multiplies the gradients, and compression.loss_scale was never set: residuals, "
-    "clip_norm and weight_decay are in wrong units. Before each backward: compression.loss_scale = scaler.get_scale()"
+    "clip_norm and weight_decay are in wrong units. Once, before training: compression.loss_scale = scaler"
 )
 OLD_SCALE = (
     "hvd_sparse: the loss scaler multiplied the gradients by {}, but compression.loss_scale was {} in this step: "
-    "residuals, clip_norm and weight_decay are in wrong units. Before each backward: "
-    "compression.loss_scale = scaler.get_scale()"
+    "residuals, clip_norm and weight_decay are in wrong units. Once, before training: compression.loss_scale = scaler"
+)
+UNUSED = (
+    "hvd_sparse: an optimizer steps with gradients that its compressor has not seen: nothing is compressed, and a "
+    "momentum of the compressor is not applied. Use hvd.DistributedOptimizer(..., compression=compression), or with "
+    "DistributedDataParallel compression.register(model)"
 )
 TWO_PASSES = (
     "hvd_sparse: two backward passes without an optimizer step between them: the second compresses gradients that were "
@@ -41,11 +46,12 @@ class OptimizerChecks:
     Args:
         algorithm: The settings of the method.
         parameters: The compressor's parameters.
-        warns: Returns whether this rank warns for all.
+        collectives: Those of the compressor.
     """
 
-    def __init__(self, algorithm: Algorithm, parameters: Iterable[torch.Tensor], warns: Callable[[], bool]):
-        self._algorithm, self._ids, self._warns = algorithm, {id(parameter) for parameter in parameters}, warns
+    def __init__(self, algorithm: Algorithm, parameters: Iterable[torch.Tensor], collectives: Collectives):
+        self._algorithm, self._ids = algorithm, {id(parameter) for parameter in parameters}
+        self._collectives, self._warns = collectives, collectives.is_first
         self._known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # optimizer: number of its groups, own ids
         self._told_of_momentum: weakref.WeakSet = weakref.WeakSet()
         self.is_used = False  # whether it has compressed
@@ -53,7 +59,7 @@ class OptimizerChecks:
         self.scale = 1.0  # the loss scale of the last step
         self._due: set[int] = set()  # parameters with a reduced gradient that no optimizer has stepped with yet
         self._stepped: set[int] = set()  # parameters that an optimizer has stepped with
-        self._has_told = False
+        self._has_told = self._has_told_of_unused = False
         self._needs_scale = algorithm.replaces_optimizer or not is_always_dense(algorithm.schedule)
         for other in [other for other in _checks if other._ids & self._ids]:
             _checks.discard(other)
@@ -61,8 +67,12 @@ class OptimizerChecks:
         _watch_optimizers()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RuntimeError if a loss scaler steps whose scale was not set; warn once of a second momentum."""
+        """Raise RuntimeError if a loss scaler steps whose scale was not set; warn once of a second momentum.
+
+        Warn once, too, if an optimizer steps with gradients that have not come through the compressor.
+        """
         if not self.is_used:
+            self._warn_of_unused(optimizer)
             return
         own = self._own_ids(optimizer)
         if not own:
@@ -77,6 +87,16 @@ class OptimizerChecks:
             raise RuntimeError(NOT_SCALED)
         if scaler is not None and scaler.get_scale() != self.scale:
             raise RuntimeError(OLD_SCALE.format(scaler.get_scale(), self.scale))
+
+    def _warn_of_unused(self, optimizer: torch.optim.Optimizer) -> None:
+        collectives = self._collectives
+        if self._has_told_of_unused or not collectives.can_start() or collectives.is_alone():
+            return
+        gradients = {id(one) for group in optimizer.param_groups for one in group["params"] if one.grad is not None}
+        if gradients & self._ids:
+            self._has_told_of_unused = True
+            if self._warns():
+                warn(UNUSED)
 
     def check_reduction(self, parameters: Iterable[torch.Tensor], message: str) -> None:
         """Warn once if no optimizer has stepped with one of these since its last reduction, though one did before."""

@@ -180,9 +180,9 @@ def test_gradients_keep_their_layout(fused, compressed):
     weight = torch.nn.Parameter(torch.zeros(16, 9, 3, 3).to(memory_format=torch.channels_last))
     parameters = {"weight": weight}
     inner = torch.optim.SGD([weight], lr=1.0, fused=fused)
-    whole = Compression.gradient_dropping(parameters.items(), 1.0, min_numel=1)
-    half = Compression.gradient_dropping(parameters.items(), 0.5, min_numel=1, dense_fallback=None)
-    optimizer = distributed(parameters, half if compressed else whole, optimizer=inner, op=hvd.Sum)
+    density = 0.5 if compressed else 1.0
+    compression = Compression.gradient_dropping(parameters.items(), density, min_numel=1, dense_fallback=None)
+    optimizer = distributed(parameters, compression, optimizer=inner, op=hvd.Sum)
     distinct = 1.0 + random.permutation(16 * 9 * 3 * 3)  # whole numbers, whose sums are exact
     gradient = torch.from_numpy((distinct * random.choice([-1.0, 1.0], distinct.size)).astype(np.float32))
     gradient = gradient.view(16, 9, 3, 3)
@@ -260,3 +260,19 @@ def test_a_model_that_moves_after_its_compression_was_built_is_an_error():
     parameters.device = torch.device("cuda", 0)  # where it was built, as there may be no GPU here
     with pytest.raises(ValueError, match=r"were on cuda:0 when .* are on cpu now.*after model\.to\(device\)"):
         parameters.check_device()
+
+
+@pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
+def test_an_optimizer_without_its_compressor_is_warned_of_once():
+    parameters = make_parameters({"weight": (30, 20)})
+    compression = Compression.dgc(parameters.items(), momentum=0.9)
+    sgd = torch.optim.SGD(parameters.values(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, parameters.items())  # without compression=compression
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            parameters["weight"].square().sum().backward()
+            optimizer.step()
+    told = [one for one in found if "gradients that its compressor has not seen" in str(one.message)]
+    assert len(told) == (hvd.rank() == 0) and compression.stats()["steps"] == 0
+    assert "SparseCompressor, step 0: " in repr(compression) and "density" in repr(compression)

@@ -1,6 +1,7 @@
 """What the optimizer around a compressor must not do, found at its first step on every rank."""
 
 import math
+import re
 import warnings
 
 import pytest
@@ -44,7 +45,7 @@ def test_a_loss_scale_that_was_not_set_is_an_error(joins):
     model, compression, optimizer = build(sgd, clip_norm=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    message = r"Before each backward: compression\.loss_scale = scaler\.get_scale\(\)"
+    message = r"before training: compression\.loss_scale = scaler"
     with pytest.raises(RuntimeError, match=message), Join([model], enable=joins):
         scaled_step(model, optimizer, scaler)
     assert all(map(torch.equal, before, model.parameters()))
@@ -53,6 +54,21 @@ def test_a_loss_scale_that_was_not_set_is_an_error(joins):
     scaled_step(model, optimizer, scaler)
     assert not any(map(torch.equal, before, model.parameters()))
     assert_ranks_agree(model)
+
+
+def test_a_compressor_that_is_not_registered_is_warned_of_once():
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(40, 30))
+    compression = Compression.gradient_dropping(model.module.named_parameters())
+    optimizer = sgd(model.parameters())
+    message = r"optimizer steps with gradients that its compressor has not seen.*compression\.register\(model\)"
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            loss_of(model).backward()
+            optimizer.step()
+    told = [one for one in found if re.search(message, str(one.message))]
+    assert len(told) == (dist.get_rank() == 0) and compression.stats()["steps"] == 0
 
 
 def two_models(second_momentum=0.0):
@@ -68,13 +84,14 @@ def two_models(second_momentum=0.0):
     return models, compressions, torch.optim.SGD(groups, lr=0.1)
 
 
-def test_the_scale_of_a_model_that_a_step_leaves_out_may_be_old():
+@pytest.mark.parametrize("given", ["number", "scaler"])
+def test_the_scale_of_a_model_that_a_step_leaves_out_may_be_old(given):
     models, compressions, optimizer = two_models()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
     for step in range(3):
         optimizer.zero_grad()
-        for compression in compressions:
-            compression.loss_scale = scaler.get_scale()
+        for compression in compressions:  # a number, or once the scaler, which each step asks
+            compression.loss_scale = scaler if given == "scaler" else scaler.get_scale()
         loss = sum(loss_of(model) for model in models[: 1 if step == 1 else 2])
         scaler.scale(loss).backward()
         scaler.step(optimizer)
