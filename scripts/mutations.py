@@ -54,6 +54,20 @@ PYTHON = [
         "torch test_memory",
     ),
     (
+        "a step that is given up is not completed, PyTorch",
+        "hvd_sparse/torch/compressor.py",
+        "if answers is not None:\n                with",
+        "if False:\n                with",
+        "torch test_given_up",
+    ),
+    (
+        "small tensors are added in float16, PyTorch",
+        "hvd_sparse/torch/error_feedback.py",
+        "(dtype == torch.float16 and not always)",
+        "False",
+        "torch test_hierarchical 16_bits",
+    ),
+    (
         "no vote, PyTorch",
         "hvd_sparse/torch/step.py",
         "overflow, seconds = overflow or sums.bad > 0, sums.seconds",

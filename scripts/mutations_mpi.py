@@ -100,6 +100,13 @@ MPI = [
         "single test_torch_asynchronous_buffers",
     ),
     (
+        "a pause while a message is handled is silence",
+        "hvd_sparse/parameter_server/connection.py",
+        "server.excuse(pause)",
+        "server.excuse(0.0)",
+        "single test_server_pauses",
+    ),
+    (
         "boundary lets the wrong half through",
         "hvd_sparse/model_parallel/torch/boundary.py",
         "return torch.where(mask, activations, activations.new_zeros(()))",

@@ -5,20 +5,23 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_choice, checked_integer
 from hvd_sparse.schedule import Schedule, check_one_density, make_schedule
 from hvd_sparse.wire import LEVELS
 
-SCOPES = ("tensor", "model")
-CODINGS = ("run_length", "elias_fano", "bitmap", "auto")  # of positions
-WIRE_VALUES = ("float32", "float16", "bfloat16", "int2", "int1")  # residuals are float32
-GRANULARITIES = ("tensor", "channel")
-DENSE_FALLBACKS = ("bytes", "measured")
-EXCHANGES = ("gather", "reduce_scatter", "hierarchical", "auto")
-BETWEEN_HOSTS = ("gather", "reduce_scatter", "auto")
+Scope = Literal["tensor", "model"]
+Coding = Literal["run_length", "elias_fano", "bitmap", "auto"]  # of positions
+WireValues = Literal["float32", "float16", "bfloat16", "int2", "int1"]  # residuals are float32
+Level = Literal["mean", "min"]
+Granularity = Literal["tensor", "channel"]
+Fallback = Literal["bytes", "measured"]
+Exchange = Literal["gather", "reduce_scatter", "hierarchical", "auto"]
+BetweenHosts = Literal["gather", "reduce_scatter", "auto"]
+SCOPES, CODINGS, WIRE_VALUES, GRANULARITIES = map(get_args, (Scope, Coding, WireValues, Granularity))
+DENSE_FALLBACKS, EXCHANGES, BETWEEN_HOSTS = map(get_args, (Fallback, Exchange, BetweenHosts))
 
 Parameters = TypeVar("Parameters")
 Compressor = TypeVar("Compressor")
@@ -149,12 +152,12 @@ class Algorithm(abc.ABC):
     """The settings that every method has. Only the signatures of `Compression` have defaults."""
 
     min_numel: int
-    coding: str
-    values: str
-    level: str
-    granularity: str
+    coding: Coding
+    values: WireValues
+    level: Level
+    granularity: Granularity
     bucket_bytes: int
-    dense_fallback: str | None
+    dense_fallback: Fallback | None
     seed: int
 
     name: ClassVar[str]

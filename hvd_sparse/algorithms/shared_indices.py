@@ -6,15 +6,28 @@ partial sums, and no residual would contain the error.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
-from hvd_sparse.algorithms.base import AtDensity, Compressor, Methods, Parameters, checked_hosts, documented
+from hvd_sparse.algorithms.base import (
+    AtDensity,
+    Coding,
+    Compressor,
+    Fallback,
+    Granularity,
+    Level,
+    Methods,
+    Parameters,
+    WireValues,
+    checked_hosts,
+    documented,
+)
 from hvd_sparse.checks import check_choice
 from hvd_sparse.schedule import Schedule
 from hvd_sparse.wire import payload_size
 
-CONTROLLERS = ("histogram", "scaling")
-SHARED_EXCHANGES = ("gather", "hierarchical")  # indices are shared: a reduce-scatter would save nothing
+Controller = Literal["histogram", "scaling"]
+SharedExchange = Literal["gather", "hierarchical"]  # indices are shared: a reduce-scatter would save nothing
+CONTROLLERS, SHARED_EXCHANGES = map(get_args, (Controller, SharedExchange))
 
 
 class SharedIndicesMethods(Methods[Parameters, Compressor]):
@@ -27,17 +40,17 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
         parameters: Parameters,
         density: float | Schedule = 0.01,
         *,
-        controller: str = "histogram",
+        controller: Controller = "histogram",
         warmup: int | Schedule | None = None,
         min_numel: int = 1024,
-        coding: str = "run_length",
-        values: str = "float32",
-        level: str = "mean",
-        granularity: str = "tensor",
+        coding: Coding = "run_length",
+        values: WireValues = "float32",
+        level: Level = "mean",
+        granularity: Granularity = "tensor",
         bucket_bytes: int = 1 << 17,
-        exchange: str = "gather",
+        exchange: SharedExchange = "gather",
         ranks_per_host: int | Sequence[int] | None = None,
-        dense_fallback: str | None = "bytes",
+        dense_fallback: Fallback | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:
@@ -70,14 +83,14 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
         *,
         warmup: int | Schedule | None = None,
         min_numel: int = 1024,
-        coding: str = "run_length",
-        values: str = "float32",
-        level: str = "mean",
-        granularity: str = "tensor",
+        coding: Coding = "run_length",
+        values: WireValues = "float32",
+        level: Level = "mean",
+        granularity: Granularity = "tensor",
         bucket_bytes: int = 1 << 17,
-        exchange: str = "gather",
+        exchange: SharedExchange = "gather",
         ranks_per_host: int | Sequence[int] | None = None,
-        dense_fallback: str | None = "bytes",
+        dense_fallback: Fallback | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:
@@ -103,14 +116,14 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
         *,
         warmup: int | Schedule | None = None,
         min_numel: int = 1024,
-        coding: str = "run_length",
-        values: str = "float32",
-        level: str = "mean",
-        granularity: str = "tensor",
+        coding: Coding = "run_length",
+        values: WireValues = "float32",
+        level: Level = "mean",
+        granularity: Granularity = "tensor",
         bucket_bytes: int = 1 << 17,
-        exchange: str = "gather",
+        exchange: SharedExchange = "gather",
         ranks_per_host: int | Sequence[int] | None = None,
-        dense_fallback: str | None = "bytes",
+        dense_fallback: Fallback | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:
@@ -132,7 +145,7 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
 class SharedIndices(AtDensity):
     """The settings of methods in which all ranks send the same elements."""
 
-    exchange: str
+    exchange: SharedExchange
     ranks_per_host: int | Sequence[int] | None
 
     def __post_init__(self):
@@ -163,7 +176,7 @@ class CyclicLocalTopK(SharedIndices):
 class MiCRO(SharedIndices):
     """The settings of `Compression.micro`."""
 
-    controller: str
+    controller: Controller
 
     name: ClassVar[str] = "micro"
     selection = "partition"

@@ -1,13 +1,26 @@
 """Methods that send the elements that reach a threshold in each tensor: their number varies."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
-from hvd_sparse.algorithms.base import Algorithm, AtDensity, Compressor, Methods, Parameters, documented
+from hvd_sparse.algorithms.base import (
+    Algorithm,
+    AtDensity,
+    Coding,
+    Compressor,
+    Fallback,
+    Granularity,
+    Level,
+    Methods,
+    Parameters,
+    WireValues,
+    documented,
+)
 from hvd_sparse.checks import check_choice, check_number, checked_integer
 from hvd_sparse.schedule import Constant, Schedule
 
-DISTRIBUTIONS = ("exponential", "gamma", "pareto")
+Distribution = Literal["exponential", "gamma", "pareto"]
+DISTRIBUTIONS = get_args(Distribution)
 
 
 class ThresholdMethods(Methods[Parameters, Compressor]):
@@ -26,12 +39,12 @@ class ThresholdMethods(Methods[Parameters, Compressor]):
         band: float | None = 4.0,
         warmup: int | Schedule | None = None,
         min_numel: int = 1024,
-        coding: str = "run_length",
-        values: str = "float32",
-        level: str = "mean",
-        granularity: str = "tensor",
+        coding: Coding = "run_length",
+        values: WireValues = "float32",
+        level: Level = "mean",
+        granularity: Granularity = "tensor",
         bucket_bytes: int = 1 << 17,
-        dense_fallback: str | None = "bytes",
+        dense_fallback: Fallback | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:
@@ -63,15 +76,15 @@ class ThresholdMethods(Methods[Parameters, Compressor]):
         density: float | Schedule = 0.01,
         *,
         stages: int = 1,
-        distribution: str = "exponential",
+        distribution: Distribution = "exponential",
         warmup: int | Schedule | None = None,
         min_numel: int = 1024,
-        coding: str = "run_length",
-        values: str = "float32",
-        level: str = "mean",
-        granularity: str = "tensor",
+        coding: Coding = "run_length",
+        values: WireValues = "float32",
+        level: Level = "mean",
+        granularity: Granularity = "tensor",
         bucket_bytes: int = 1 << 17,
-        dense_fallback: str | None = "bytes",
+        dense_fallback: Fallback | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:
@@ -100,12 +113,12 @@ class ThresholdMethods(Methods[Parameters, Compressor]):
         value: float,
         *,
         min_numel: int = 1024,
-        coding: str = "run_length",
-        values: str = "float32",
-        level: str = "mean",
-        granularity: str = "tensor",
+        coding: Coding = "run_length",
+        values: WireValues = "float32",
+        level: Level = "mean",
+        granularity: Granularity = "tensor",
         bucket_bytes: int = 1 << 17,
-        dense_fallback: str | None = "bytes",
+        dense_fallback: Fallback | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:
@@ -143,7 +156,7 @@ class SIDCo(AtDensity):
     """The settings of `Compression.sidco`."""
 
     stages: int
-    distribution: str
+    distribution: Distribution
 
     name: ClassVar[str] = "sidco"
     selection = "threshold"

@@ -10,9 +10,17 @@ from hvd_sparse.algorithms.base import (
     EXCHANGES,
     SCOPES,
     AtDensity,
+    BetweenHosts,
+    Coding,
     Compressor,
+    Exchange,
+    Fallback,
+    Granularity,
+    Level,
     Methods,
     Parameters,
+    Scope,
+    WireValues,
     checked_hosts,
     documented,
 )
@@ -32,19 +40,19 @@ class TopKMethods(Methods[Parameters, Compressor]):
         parameters: Parameters,
         density: float | Schedule = 0.01,
         *,
-        scope: str = "tensor",
+        scope: Scope = "tensor",
         warmup: int | Schedule | None = None,
         min_numel: int = 1024,
-        coding: str = "run_length",
-        values: str = "float32",
-        level: str = "mean",
-        granularity: str = "tensor",
+        coding: Coding = "run_length",
+        values: WireValues = "float32",
+        level: Level = "mean",
+        granularity: Granularity = "tensor",
         bucket_bytes: int = 1 << 17,
-        exchange: str = "gather",
+        exchange: Exchange = "gather",
         complete: bool = False,
         ranks_per_host: int | Sequence[int] | None = None,
-        between_hosts: str = "auto",
-        dense_fallback: str | None = "bytes",
+        between_hosts: BetweenHosts = "auto",
+        dense_fallback: Fallback | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:
@@ -70,19 +78,19 @@ class TopKMethods(Methods[Parameters, Compressor]):
         parameters: Parameters,
         density: float | Schedule = 0.01,
         *,
-        scope: str = "model",
+        scope: Scope = "model",
         warmup: int | Schedule | None = None,
         min_numel: int = 1024,
-        coding: str = "run_length",
-        values: str = "float32",
-        level: str = "mean",
-        granularity: str = "tensor",
+        coding: Coding = "run_length",
+        values: WireValues = "float32",
+        level: Level = "mean",
+        granularity: Granularity = "tensor",
         bucket_bytes: int = 1 << 17,
-        exchange: str = "gather",
+        exchange: Exchange = "gather",
         complete: bool = False,
         ranks_per_host: int | Sequence[int] | None = None,
-        between_hosts: str = "auto",
-        dense_fallback: str | None = "bytes",
+        between_hosts: BetweenHosts = "auto",
+        dense_fallback: Fallback | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:
@@ -111,20 +119,20 @@ class TopKMethods(Methods[Parameters, Compressor]):
         factor_masking: bool = True,
         weight_decay: WeightDecay = 0.0,
         clip_norm: float | None = None,
-        clip_scope: str = "tensor",
-        scope: str = "tensor",
+        clip_scope: Scope = "tensor",
+        scope: Scope = "tensor",
         warmup: int | Schedule | None = None,
         min_numel: int = 1024,
-        coding: str = "run_length",
-        values: str = "float32",
-        level: str = "mean",
-        granularity: str = "tensor",
+        coding: Coding = "run_length",
+        values: WireValues = "float32",
+        level: Level = "mean",
+        granularity: Granularity = "tensor",
         bucket_bytes: int = 1 << 17,
-        exchange: str = "gather",
+        exchange: Exchange = "gather",
         complete: bool = False,
         ranks_per_host: int | Sequence[int] | None = None,
-        between_hosts: str = "auto",
-        dense_fallback: str | None = "bytes",
+        between_hosts: BetweenHosts = "auto",
+        dense_fallback: Fallback | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:
@@ -157,20 +165,20 @@ class TopKMethods(Methods[Parameters, Compressor]):
         momentum: float = 0.7,
         weight_decay: WeightDecay = 0.0,
         clip_norm: float | None = None,
-        clip_scope: str = "tensor",
-        scope: str = "tensor",
+        clip_scope: Scope = "tensor",
+        scope: Scope = "tensor",
         warmup: int | Schedule | None = None,
         min_numel: int = 1024,
-        coding: str = "run_length",
-        values: str = "float32",
-        level: str = "mean",
-        granularity: str = "tensor",
+        coding: Coding = "run_length",
+        values: WireValues = "float32",
+        level: Level = "mean",
+        granularity: Granularity = "tensor",
         bucket_bytes: int = 1 << 17,
-        exchange: str = "gather",
+        exchange: Exchange = "gather",
         complete: bool = False,
         ranks_per_host: int | Sequence[int] | None = None,
-        between_hosts: str = "auto",
-        dense_fallback: str | None = "bytes",
+        between_hosts: BetweenHosts = "auto",
+        dense_fallback: Fallback | None = "bytes",
         seed: int = 0,
         process_set: Any = None,
     ) -> Compressor:
@@ -198,11 +206,11 @@ class TopKMethods(Methods[Parameters, Compressor]):
 class Scoped(AtDensity):
     """The settings of methods in which each rank selects its own k elements."""
 
-    scope: str
-    exchange: str
+    scope: Scope
+    exchange: Exchange
     complete: bool
     ranks_per_host: int | Sequence[int] | None
-    between_hosts: str
+    between_hosts: BetweenHosts
 
     def __post_init__(self):
         super().__post_init__()
@@ -264,7 +272,7 @@ class LocalMomentum(Scoped):
     momentum: float
     weight_decay: WeightDecay
     clip_norm: float | None
-    clip_scope: str
+    clip_scope: Scope
 
     def __post_init__(self):
         super().__post_init__()
