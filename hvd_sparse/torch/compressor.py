@@ -69,7 +69,7 @@ class Compressor(abc.ABC):
         self._optimizer_checks = OptimizerChecks(algorithm, parameters, collectives)
         self._loss_scale: Scale = 1.0
         self._log: Log | None = None
-        self._under_way = self._finished = self._overflowed = False
+        self._under_way = self._has_sent = self._finished = self._overflowed = False
         self._check = ConfigurationCheck(self._exchange)
         if self._crosses and collectives.is_first() and not collectives.is_alone():
             warn(crossing(algorithm, self._parameters.device, collectives))
@@ -234,7 +234,7 @@ class Compressor(abc.ABC):
         self._optimizer_checks.is_used, self._optimizer_checks.scale = True, units.loss_scale
         self._parameters.begin_step()
         self._step.begin(self._number, units)
-        self._under_way, self._finished = True, False
+        self._under_way, self._has_sent, self._finished = True, False, False
 
     @abc.abstractmethod
     def _units(self) -> Units:
@@ -243,6 +243,7 @@ class Compressor(abc.ABC):
     @torch.no_grad()
     def _finish(self) -> None:
         with self._traffic.timed("compress"):
+            self._has_sent = True
             self._step.finish()
         with self._traffic.timed("exchange"):
             self._overflowed = self._step.overflowed()
@@ -270,8 +271,8 @@ class Compressor(abc.ABC):
                 raise RuntimeError(GIVEN_UP_APART)
             if answers is not None:
                 with torch.no_grad():
-                    self._step.finish()
-                    self._step.overflowed()
+                    if not self._has_sent:
+                        self._step.finish()
                     self._step.end()
         self._drop()
 

@@ -104,7 +104,8 @@ class Run:
         self.note({name: held(result).clone() for name, result in reduced.items()})
 
     def note(self, seen):
-        self.seen += [seen, self.compressor.state_dict(), counts(self.compressor)]
+        for one in (seen, self.compressor.state_dict(), counts(self.compressor)):
+            self.seen.append({name: value for name, value in one.items() if name != "method"})  # numbers are compared
 
     def train(self):
         """Use every feature of a compressor."""
