@@ -253,11 +253,12 @@ def test_gradients_of_16_bits(dtype):
 
 
 @pytest.mark.parametrize("exchange", [{}, {"exchange": "hierarchical", "ranks_per_host": 1}], ids=["", "hierarchical"])
-def test_the_mean_of_small_tensors_of_16_bits_may_need_a_larger_sum(exchange):
+@pytest.mark.parametrize("method", ["topk", "gradient_dropping"])  # all dense tensors in one message, or the tiny ones
+def test_the_mean_of_small_tensors_of_16_bits_may_need_a_larger_sum(method, exchange):
     """So it may for one below min_numel that does not share the message of the tiny ones."""
     shapes = {"tiny": (5,), "small": (MOST_TOGETHER + 1,), "large": (MOST_TOGETHER + 2,)}
     parameters = make_parameters(shapes, torch.float16)
-    compression = Compression.topk(parameters.items(), 0.01, min_numel=MOST_TOGETHER + 2, **exchange)
+    compression = getattr(Compression, method)(parameters.items(), 0.01, min_numel=MOST_TOGETHER + 2, **exchange)
     gradients = {name: np.full(shape, 1.0 if name == "large" else 40000.0) for name, shape in shapes.items()}
     reduced = drive(compression, parameters, gradients, op=hvd.Average)
     for name in ("tiny", "small"):
