@@ -59,18 +59,7 @@ def check_state(
         return  # saved before the first step of a hierarchical exchange
     _check_names(set(state["memory"]), set(sizes))
     for name, size in sizes.items():
-        for kind, saved in state["memory"][name].items():
-            if kind not in kinds[name]:
-                raise ValueError(
-                    f"the state belongs to another method: it has a {kind} for {name}, which this method does not keep"
-                )
-            if tuple(getattr(saved, "shape", ())) != (size,):
-                raise ValueError(f"{name}: the state's {kind} must have {size} elements")
-            if not np.isfinite(on_host(saved)).all():
-                raise ValueError(
-                    f"{name}: the state's {kind} must be finite, got NaN or infinity. Load a checkpoint from before "
-                    "training diverged"
-                )
+        _check_buffers(name, state["memory"][name], size, kinds[name])
     count = sum(map(len, state["memory"].values()))
     if count < state.get("buffers", 0):
         raise ValueError(
@@ -104,6 +93,21 @@ def _check_names(saved: set[str], own: set[str]) -> None:
     only = [f"only {side} has {', '.join(sorted(names)[:5])}" for side, names in sides if names]
     if only:
         raise ValueError(f"the state belongs to other parameters: {'; '.join(only)}")
+
+
+def _check_buffers(name: str, saved: Mapping, size: int, kinds: tuple[str, ...]) -> None:
+    for kind, buffer in saved.items():
+        if kind not in kinds:
+            raise ValueError(
+                f"the state belongs to another method: it has a {kind} for {name}, which this method does not keep"
+            )
+        if tuple(getattr(buffer, "shape", ())) != (size,):
+            raise ValueError(f"{name}: the state's {kind} must have {size} elements")
+        if not np.isfinite(on_host(buffer)).all():
+            raise ValueError(
+                f"{name}: the state's {kind} must be finite, got NaN or infinity. Load a checkpoint from before "
+                "training diverged"
+            )
 
 
 def with_names(state, names: Iterable[str]):

@@ -217,7 +217,7 @@ PYTHON = [
     (
         "state of another method accepted",
         "hvd_sparse/checkpoint.py",
-        "if kind not in kinds[name]:",
+        "if kind not in kinds:",
         "if False:",
         "torch test_state",
     ),

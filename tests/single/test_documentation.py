@@ -61,7 +61,7 @@ def test_pipelines_run(script, tmp_path):
 
 
 def sources(path, folders, found):
-    """Add {path: text} of a script and of all that it imports from these folders."""
+    """Add a script, and all that it imports from these folders, to {path: text}; return that."""
     found[path] = path.read_text()
     for node in ast.walk(ast.parse(found[path])):
         names = [one.name for one in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
