@@ -23,7 +23,7 @@ from hvd_sparse.torch.compressor import Compressor
 from hvd_sparse.torch.device import is_cuda
 from hvd_sparse.torch.elastic import CompressionStateHandler
 from hvd_sparse.torch.in_flight import extra_reference
-from hvd_sparse.torch.optimizer_checks import DISCARDED
+from hvd_sparse.torch.optimizer_checks import DISCARDED, have_gradients
 from hvd_sparse.torch.tokens import reduction_scale
 from hvd_sparse.units import REDUCTION_UNKNOWN, REDUCTIONS, Units, reduction_differs
 
@@ -228,18 +228,13 @@ class SparseCompressor(Compressor):
                 "hvd_sparse: several optimizers use one compressor: each counts as a step, and sends payloads for the "
                 "parameters of the others, too. Build a compressor for each, from its own named parameters"
             )
-        if reduces_again(optimizer) and self._has_gradients():
+        if reduces_again(optimizer) and have_gradients(self._parameters[name] for name in self._parameters):
             raise RuntimeError(
                 "hvd_sparse: optimizer.step() would reduce again what optimizer.synchronize() has reduced: residuals "
                 "and momentum would count it twice. Write: with optimizer.skip_synchronize(): optimizer.step()"
             )
         self._averages = getattr(optimizer, "op", hvd.Average) == hvd.Average
         return Units(size, 1.0 / size if self._averages else 1.0, self.loss_scale)
-
-    def _has_gradients(self) -> bool:
-        """Return whether any gradient of this rank is not zero, as those are that `zero_grad` has cleared."""
-        gradients = (self._parameters[name].grad for name in self._parameters)
-        return any(bool(one.to_dense().any()) for one in gradients if one is not None)
 
     def _result(self, carried: torch.Tensor, arrival: Arrival) -> torch.Tensor:
         gradient = arrival.gradient

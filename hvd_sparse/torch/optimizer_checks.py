@@ -92,8 +92,8 @@ class OptimizerChecks:
         collectives = self._collectives
         if self._has_told_of_unused or not collectives.can_start() or collectives.is_alone():
             return
-        gradients = {id(one) for group in optimizer.param_groups for one in group["params"] if one.grad is not None}
-        if gradients & self._ids:
+        own = [one for group in optimizer.param_groups for one in group["params"] if id(one) in self._ids]
+        if have_gradients(own):  # hvd.broadcast_optimizer_state steps with zeros, to create the optimizer's state
             self._has_told_of_unused = True
             if self._warns():
                 warn(UNUSED)
@@ -134,6 +134,12 @@ class OptimizerChecks:
             if outer > 0.0:
                 self._told_of_momentum.add(optimizer)
                 warn(two_momenta(outer, self._algorithm.name, inner))
+
+
+def have_gradients(parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether any gradient of these parameters is not zero."""
+    gradients = (parameter.grad for parameter in parameters)
+    return any(bool(one.to_dense().any()) for one in gradients if one is not None)
 
 
 def _momentum_of(group: dict) -> float:

@@ -270,6 +270,8 @@ def test_an_optimizer_without_its_compressor_is_warned_of_once():
     optimizer = hvd.DistributedOptimizer(sgd, parameters.items())  # without compression=compression
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
+        hvd.broadcast_optimizer_state(sgd, root_rank=0)  # steps with zeros
+        assert not found
         for _ in range(3):
             parameters["weight"].square().sum().backward()
             optimizer.step()
