@@ -26,6 +26,7 @@ METHODS = ["--methods", "none", "dgc:values=int1", "dct:lifespan=2", "hard_thres
 def run(example, options, ranks=2):
     code, output = launch([*mpirun(ranks), sys.executable, str(EXAMPLES / example), *options, "--quiet"])
     assert code == 0, output
+    assert "Warning: hvd_sparse" not in output
     return json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{")))
 
 
