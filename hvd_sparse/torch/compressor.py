@@ -20,6 +20,7 @@ from hvd_sparse.torch.exchange import Exchange
 from hvd_sparse.torch.hierarchical import HierarchicalStep
 from hvd_sparse.torch.norm import sum_of_squares
 from hvd_sparse.torch.optimizer_checks import OptimizerChecks
+from hvd_sparse.torch.optimizer_step import OptimizerStep
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.state import gather_state, restore_state
 from hvd_sparse.torch.step import Step
@@ -59,8 +60,8 @@ class Compressor(abc.ABC):
         self._parameters = Parameters(named_parameters)
         self._traffic = Traffic()
         self._exchange = Exchange(collectives, self._traffic)
-        make = HierarchicalStep if algorithm.is_hierarchical else Step
-        self._step = make(algorithm, self._parameters, self._exchange, self._traffic)
+        kind = HierarchicalStep if algorithm.is_hierarchical else Step
+        self._step: OptimizerStep = kind(algorithm, self._parameters, self._exchange, self._traffic)
         self._crosses = self._parameters.device.type != self._step.device.type  # gradients, and sums back
         self._lock = threading.RLock()  # on CUDA, hooks run in autograd's threads
         self._number = 0  # of the step

@@ -10,7 +10,6 @@ import itertools
 import numpy as np
 import torch
 
-from hvd_sparse import weight_decay
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.buckets import plan_buckets
 from hvd_sparse.granularity import channels_of
@@ -20,10 +19,10 @@ from hvd_sparse.torch.dense_bucket import DenseBucket, concatenated, take_dense
 from hvd_sparse.torch.error_feedback import ErrorFeedback, StatePart, clip_ratio, make_error_feedback
 from hvd_sparse.torch.exchange import Exchange
 from hvd_sparse.torch.hosts import Host, Shard, ShardResult, Shards
+from hvd_sparse.torch.optimizer_step import OptimizerStep
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.step import Step
-from hvd_sparse.torch.tokens import Tokens
 from hvd_sparse.torch.vote import RanksDiffer, checked_sums, start_vote, vote_of
 from hvd_sparse.traffic import PartOfStep, Traffic
 from hvd_sparse.units import Units
@@ -31,24 +30,18 @@ from hvd_sparse.units import Units
 HOST_BYTES = 1 << 22  # of one message of dense gradients within a host; larger tensors are sent alone, without a copy
 
 
-class HierarchicalStep:
-    """Runs the optimizer steps of one compressor, with the interface of `Step`."""
+class HierarchicalStep(OptimizerStep):
+    """Runs the optimizer steps of a compressor whose ranks have shards of the parameters."""
 
     def __init__(self, algorithm: Algorithm, parameters: Parameters, exchange: Exchange, traffic: Traffic):
         exchange.collectives.check_everyone()
-        self.algorithm, self.parameters, self.exchange, self.traffic = algorithm, parameters, exchange, traffic
+        super().__init__(algorithm, parameters, exchange, traffic)
         self.device = torch.device("cpu")
-        self._decays = algorithm.weight_decays((name, parameters[name]) for name in parameters)
         self._kinds = make_error_feedback(algorithm, torch.empty(0, device=self.device), self.device).BUFFERS
         self._laid_out_in: object | None = None
         self.has_state = False  # the hosts are not known, and to find them takes all ranks
-        self.shard: int | None = None  # number of this rank's shard, once the hosts are known; None if it has none
         self.small: dict[str, ErrorFeedback] = {}
         self.inner: Step | None = None  # of the column; None if this rank has no shard
-        self.arrivals: dict[str, Arrival] = {}
-        self.expected: tuple[str, ...] = ()
-        self._tokens = Tokens()
-        self._clips_model = algorithm.clips == "model"
         self._dense_of: dict[str, DenseBucket] = {}  # the message of the small tensors, for each of them
 
     # State
@@ -60,12 +53,12 @@ class HierarchicalStep:
 
     @property
     def thresholds(self) -> dict:
-        """The thresholds by name. They persist across steps and are part of a checkpoint."""
+        """The thresholds by name, between hosts."""
         return {} if self.inner is None else self.inner.thresholds
 
     @property
     def regions(self) -> dict:
-        """The regions of reduce-scatters between hosts. They are part of a checkpoint."""
+        """The regions of reduce-scatters between hosts."""
         return {} if self.inner is None else self.inner.regions
 
     @regions.setter
@@ -106,7 +99,7 @@ class HierarchicalStep:
         large = [name for name in sorted(self.parameters) if self.parameters[name].numel() >= least]
         self.small = {
             name: self.small.get(name)
-            or make_error_feedback(self.algorithm, self.parameters[name], self.device, self._decays[name])
+            or make_error_feedback(self.algorithm, self.parameters[name], self.device, self._weight_decays[name])
             for name in self.parameters
             if name not in large
         }
@@ -118,7 +111,7 @@ class HierarchicalStep:
             traffic = PartOfStep(self.traffic)
             column = Exchange(subsets[hierarchy.columns[self.shard]], traffic)
             shards = Shards({name: self._shard_of(name) for name in large})
-            inner = algorithm_between_hosts(self.algorithm, {name: self._decays[name] for name in large})
+            inner = algorithm_between_hosts(self.algorithm, {name: self._weight_decays[name] for name in large})
             self.inner = Step(inner, shards, column, traffic)
         if self._laid_out_in is not None:
             self._move(before)
@@ -160,10 +153,6 @@ class HierarchicalStep:
         """Reset the thresholds, which persist across steps."""
         if self.inner is not None:
             self.inner.reset()
-
-    def describe(self) -> list[str]:
-        """Return one line for each parameter with weight decay, for the configuration check across ranks."""
-        return weight_decay.describe(self._decays)
 
     def explain(self) -> dict:
         """Return the entry of `stats` on the last step's choice between payloads and dense tensors between hosts."""
@@ -252,11 +241,8 @@ class HierarchicalStep:
         return total
 
     def end(self) -> None:
-        """End a complete step."""
-        for collective in self._collectives:
-            collective.wait()
-        self._collectives = []
-        self._tokens.end()
+        """End a complete step; the next step expects the same tensors."""
+        self._end_collectives()
         if self.inner is not None:
             self.inner.end()
         self.expected = tuple(sorted(self.arrivals))

@@ -6,11 +6,10 @@ from hvd_sparse.checkpoint import LARGEST, SPAN, VERSION, check_state, growth, o
 from hvd_sparse.reduce_scatter import restored, state_of
 from hvd_sparse.torch.error_feedback import StatePart
 from hvd_sparse.torch.exchange import Exchange
-from hvd_sparse.torch.hierarchical import HierarchicalStep
-from hvd_sparse.torch.step import Step
+from hvd_sparse.torch.optimizer_step import OptimizerStep
 
 
-def gather_state(step: Step | HierarchicalStep, number: int, exchange: Exchange, summed: bool, averages: bool) -> dict:
+def gather_state(step: OptimizerStep, number: int, exchange: Exchange, summed: bool, averages: bool) -> dict:
     """Return a state in the layout of `hvd_sparse.checkpoint`; a collective call if summed."""
     if summed:
         exchange.meet("sum")
@@ -31,7 +30,7 @@ def gather_state(step: Step | HierarchicalStep, number: int, exchange: Exchange,
     return {**state, **own}
 
 
-def _identity(step: Step | HierarchicalStep, exchange: Exchange) -> dict[str, int | None]:
+def _identity(step: OptimizerStep, exchange: Exchange) -> dict[str, int | None]:
     """Return the entries of a state that tell whose it is."""
     return {"ranks": exchange.size(), "rank": exchange.rank(), "shard": step.shard}
 
@@ -50,7 +49,7 @@ def _copies(part: StatePart, every: bool) -> dict[str, torch.Tensor]:
     return copies
 
 
-def restore_state(step: Step | HierarchicalStep, state: dict, exchange: Exchange) -> int:
+def restore_state(step: OptimizerStep, state: dict, exchange: Exchange) -> int:
     """Restore the error feedback and return the step. The state is checked on all ranks before any change."""
     exchange.refuse_together(refused(lambda: _check(step, state, exchange)))
     for name, part in step.state_parts(state["summed"]).items():
@@ -79,7 +78,7 @@ def _fill(part: StatePart, saved: dict[str, torch.Tensor], factor: float | None)
             feedback.buffers[kind].zero_()
 
 
-def _check(step: Step | HierarchicalStep, state: dict, exchange: Exchange) -> None:
+def _check(step: OptimizerStep, state: dict, exchange: Exchange) -> None:
     parts = step.state_parts(bool(state.get("summed")) if isinstance(state, dict) else False)
     sizes = {name: one.n for name, one in parts.items()}
     kinds = {name: one.buffers for name, one in parts.items()}

@@ -13,7 +13,6 @@ from time import perf_counter
 
 import torch
 
-from hvd_sparse import weight_decay
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.dense_fallback import DenseFallback, TensorSize
 from hvd_sparse.torch import ops
@@ -23,41 +22,32 @@ from hvd_sparse.torch.dense_bucket import DenseBucket, SmallTensors, concatenate
 from hvd_sparse.torch.device import device_of, is_cuda, refuse_damage
 from hvd_sparse.torch.error_feedback import ErrorFeedback, StatePart, clip_ratio, make_error_feedback
 from hvd_sparse.torch.exchange import SMALL_BYTES, Exchange, Pending
+from hvd_sparse.torch.optimizer_step import OptimizerStep
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.reduce_scatter import ReduceScatter
-from hvd_sparse.torch.tokens import Tokens
 from hvd_sparse.torch.vote import checked_sums, start_vote, vote_of
 from hvd_sparse.traffic import Traffic
 from hvd_sparse.units import Units
 
 
-class Step:
-    """Runs the optimizer steps of one compressor, one at a time."""
-
-    shard: int | None = None  # this rank has whole parameters
-    has_state = True  # before the first step, too
+class Step(OptimizerStep):
+    """Runs the optimizer steps of a compressor whose ranks have whole parameters."""
 
     def __init__(self, algorithm: Algorithm, parameters: Parameters, exchange: Exchange, traffic: Traffic):
-        self.algorithm = algorithm
-        self.parameters = parameters
-        self.exchange = exchange
-        self.traffic = traffic
-        self.device = device_of(parameters.device, exchange.collectives)  # of the buffers
-        weight_decays = algorithm.weight_decays((name, parameters[name]) for name in parameters)
+        super().__init__(algorithm, parameters, exchange, traffic)
+        self.device = device_of(parameters.device, exchange.collectives)
         self.feedback: dict[str, ErrorFeedback] = {
-            name: make_error_feedback(algorithm, parameters[name], self.device, weight_decays[name])
+            name: make_error_feedback(algorithm, parameters[name], self.device, self._weight_decays[name])
             for name in parameters
         }
         self.codec = CODECS[algorithm.selection](algorithm, parameters, self.feedback, exchange, traffic, self.device)
         self._small = [name for name in parameters if not algorithm.compresses(parameters[name].numel())]
         self._together = SmallTensors(algorithm, {name: self.feedback[name] for name in self._small}, self.device)
-        self.expected: tuple[str, ...] = ()
         self._frozen_before: frozenset[str] = frozenset()  # in the last step, frozen on all ranks: not sent
         self._frozen_everywhere: frozenset[str] = frozenset()  # the same, in this step
         self._plan: list[Bucket] = []
         self._plan_key: tuple | None = None
-        self._tokens, self._clips_model = Tokens(), algorithm.clips == "model"
         self._scatter = ReduceScatter(exchange)
         self._fallback: DenseFallback | None = None
         self._began = self._seconds = 0.0  # start of this step; time since the previous start
@@ -65,8 +55,6 @@ class Step:
 
         # What `begin` sets anew for each step:
         self.number = self.rank = 0
-        self.units: Units
-        self.arrivals: dict[str, Arrival] = {}
         self._awaited: set[str] = set()  # expected tensors that have not been added
         self._is_sealed = False  # whether no tensor can be added to the planned buckets any more
         self._dense: frozenset[str] = frozenset()  # tensors sent dense
@@ -74,18 +62,17 @@ class Step:
         self._bucket_of: dict[str, Bucket | DenseBucket] = {}
         self._deferred: list[Bucket] = []
         self._late: list[Bucket] = []
-        self._collectives: list[Pending] = []
         self._votes: list[Pending] = []
         self._presence: Presence
 
     @property
     def thresholds(self) -> Mapping:
-        """The thresholds by name. They persist across steps and are part of a checkpoint."""
+        """The thresholds by name."""
         return self.codec.thresholds
 
     @property
     def regions(self) -> dict:
-        """The regions of reduce-scatters, by the tensors of their messages. They are part of a checkpoint."""
+        """The regions of reduce-scatters, by the tensors of their messages."""
         return self.codec.regions
 
     @regions.setter
@@ -116,10 +103,6 @@ class Step:
         for threshold in self.codec.thresholds.values():
             threshold.reset()
 
-    def describe(self) -> list[str]:
-        """Return one line for each parameter with weight decay, for the configuration check across ranks."""
-        return weight_decay.describe({name: one.weight_decay for name, one in self.feedback.items()})
-
     def fallback(self, world_size: int) -> DenseFallback:
         """Return the rule that decides which tensors are sent dense at this world size."""
         if self._fallback is None or self._fallback.world_size != world_size:
@@ -129,7 +112,7 @@ class Step:
         return self._fallback
 
     def explain(self) -> dict:
-        """Return the entry of `stats` that explains the last step's choice between payloads and dense tensors."""
+        """Return the entry of `stats` on the last step's choice between payloads and dense tensors."""
         if self._fallback is None:
             return {"rule": self.algorithm.dense_fallback}
         return self._fallback.explain(self.number, self.algorithm.schedule.density(self.number))
@@ -214,14 +197,9 @@ class Step:
         self.traffic.count_gradients(self.arrivals.values(), self.exchange.collectives.token_bytes)
 
     def end(self) -> None:
-        """End a complete step; the next step expects the same tensors.
-
-        Drops the gradients, and waits for collectives that a skipped step left unread: Horovod holds their tensors.
-        """
-        for collective in self._collectives:
-            collective.wait()
-        self._collectives, self._late = [], []
-        self._tokens.end()
+        """End a complete step; the next step expects the same tensors."""
+        self._end_collectives()
+        self._late = []
         self.codec.end()
         self.expected = tuple(name for name in sorted(self.arrivals) if name not in self._frozen_everywhere)
         self._frozen_before, self.arrivals, self._bucket_of = self._frozen_everywhere, {}, {}
@@ -229,10 +207,7 @@ class Step:
             bucket.begin_step()
 
     def overflowed(self) -> bool:
-        """Return whether any gradient on any rank was not finite: then the step is skipped. Waits for the votes.
-
-        RuntimeError on every rank if the ranks are at different steps, or if one found a damaged payload in the last.
-        """
+        """Return whether any gradient on any rank was not finite: then the step is skipped. Waits for the votes."""
         overflow, seconds, refuse = False, None, partial(refuse_damage, self.exchange, self.damage)
         for vote in self._votes:
             sums = checked_sums(vote.wait().tolist(), self.number, self.units, refuse)
@@ -242,10 +217,7 @@ class Step:
         return overflow
 
     def result(self, arrival: Arrival, carried: torch.Tensor, scale: float) -> torch.Tensor:
-        """Return the reduced gradient, float32[n] or in the gradient's own shape and dtype.
-
-        carried: the tensor that Horovod reduced. scale: the factor for sums over ranks.
-        """
+        """Return the reduced gradient, float32[n] or in the gradient's own shape and dtype."""
         bucket = self._bucket_of.get(arrival.name)
         if not arrival.carries_token:
             result = carried
