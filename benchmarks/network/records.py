@@ -1,6 +1,7 @@
 """Runs on links without a limit, which runs of the same job are compared with."""
 
 UNLIMITED = "none"  # the rate of a run whose links have no limit
+WARM = "warm"  # what a worker prints when the network can be limited
 SAME = ("framework", "model", "hosts", "ranks_per_host", "method", "batch_size", "session")
 
 
