@@ -5,10 +5,13 @@ BAR, ROWS = 40, 12  # characters of the longest bar; rows of the histogram, whos
 
 def report(stats):
     """Return the lines of the report: a worker's pushes and pulls, the servers' counters, and the staleness."""
-    everyone = stats["all"]
+    everyone, model = stats["all"], stats["bytes_model"]
     up, down = (
-        f"{size(stats[f'bytes_{way}']):>11}, ratio {stats[f'ratio_{way}']:.1f}, density {stats[f'density_{way}']:.4g}"
-        for way in ("up", "down")
+        f"{size(count):>11}{more}, ratio {stats[f'ratio_{way}']:.1f}, density {stats[f'density_{way}']:.4g}"
+        for way, count, more in (
+            ("up", stats["bytes_up"], ""),
+            ("down", stats["bytes_down"] - model, f" and the model, {size(model)}"),
+        )
     )
     lines = [
         f"this worker  {stats['pushes']} updates, {stats['repeated']} messages repeated, "

@@ -178,7 +178,11 @@ def run(example, description, tasks, prepare, connect, learn):
     prepare(args)
     task = start(args, tasks)
     model = task.make_model()
-    session = connect(model, make_method(args), servers=args.servers, threads=args.threads, overlap=args.overlap)
+    method = make_method(args)
+    try:
+        session = connect(model, method, servers=args.servers, threads=args.threads, overlap=args.overlap)
+    except ValueError as error:  # too many workers for the method, or too many servers for the model
+        raise SystemExit(str(error)) from None
     if not session.is_worker:
         session.serve()
         return

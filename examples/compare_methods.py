@@ -67,6 +67,9 @@ def parse_arguments():
     args = parser.parse_args()
     chosen = [method for _, method, _ in args.methods]
     reporting.refuse_others(parser, args, {"--density": reporting.SPARSE_METHODS}, chosen, "--methods")
+    for text, method, own in args.methods:
+        value = {"value": 1.0} if method == "hard_threshold" else {}
+        reporting.check_settings(parser, method, value | own, text)
     args.density = args.density or DENSITY
     args.trainer = importlib.import_module(FRAMEWORKS[args.framework]).Trainer
     args.rank, args.size = args.trainer.start()

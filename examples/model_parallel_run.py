@@ -66,7 +66,14 @@ def parse_arguments(description, add_arguments=None):
     args = parser.parse_args()
     if args.width % args.heads:
         parser.error(f"--width {args.width} must be a multiple of --heads {args.heads}")
+    check_micro_batches(parser, args)
     return args
+
+
+def check_micro_batches(parser, args):
+    """End the program with an error if a micro-batch would be empty."""
+    if args.batch_size < args.micro_batches:
+        parser.error(f"--batch-size {args.batch_size} is less than --micro-batches {args.micro_batches}")
 
 
 def place(args, grid):

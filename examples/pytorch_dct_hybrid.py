@@ -14,6 +14,7 @@ import time
 
 import click_data
 import horovod.torch as hvd
+import model_parallel_run
 import numpy as np
 import pytorch_click_model as model
 import reporting
@@ -26,6 +27,7 @@ from hvd_sparse.torch import Compression
 from hvd_sparse.torch.model_parallel import Pipeline, ThresholdBoundary, hybrid
 
 SETTINGS = "stages density threshold dp_density lifespan steps batch_size micro_batches schedule lr seed".split()
+DENSITY, THRESHOLD = 0.05, "topk"  # of boundaries
 
 
 def parse_arguments():
@@ -36,9 +38,9 @@ def parse_arguments():
         "--order", choices=("pipeline", "replica"), default="pipeline", help="which ranks are neighbours"
     )
     parser.add_argument(
-        "--density", type=reporting.density, default=0.05, help="of activations; 1 is dense (default: %(default)s)"
+        "--density", type=reporting.density, help=f"of activations; 1 is dense (default: {DENSITY}); not of one stage"
     )
-    parser.add_argument("--threshold", choices=THRESHOLDS, default="topk", help="(default: %(default)s)")
+    parser.add_argument("--threshold", choices=THRESHOLDS, help=f"(default: {THRESHOLD}); not of one stage")
     parser.add_argument(
         "--dp-density", type=reporting.density, default=0.05, help="of gradients; 1 is dense (default: %(default)s)"
     )
@@ -57,11 +59,16 @@ def parse_arguments():
     parser.add_argument("--seed", type=reporting.whole_number, default=0, help="(default: %(default)s)")
     parser.add_argument("--quiet", action="store_true", help="print the JSON line only")
     args = parser.parse_args()
-    if args.batch_size < args.micro_batches:
-        parser.error(f"--batch-size {args.batch_size} is less than --micro-batches {args.micro_batches}")
+    model_parallel_run.check_micro_batches(parser, args)
+    boundaries = dict.fromkeys(("--density", "--threshold"), ("2", "3"))
+    reporting.refuse_others(parser, args, boundaries, [str(args.stages)], "--stages")
+    args.density, args.threshold = args.density or DENSITY, args.threshold or THRESHOLD
     if args.lifespan is not None and args.dp_density == 1.0:
         parser.error("--lifespan is for --dp-density below 1: gradients are dense")
-    where = hybrid(args.stages, args.order)
+    try:
+        where = hybrid(args.stages, args.order)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     args.rank, args.grid = where.grid.rank, where.grid
     try:
         click_data.check_rows(args.rows, args.batch_size, args.grid.replicas)

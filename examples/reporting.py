@@ -10,18 +10,7 @@ import sys
 from tqdm import tqdm
 
 DENSE_METHODS = ("none", "fp16")
-SPARSE_METHODS = (
-    "dgc",
-    "gradient_dropping",
-    "samomentum",
-    "dct",
-    "micro",
-    "topk",
-    "cltk",
-    "sidco",
-    "random_k",
-    "hard_threshold",
-)
+SPARSE_METHODS = tuple("dgc gradient_dropping samomentum dct micro topk cltk sidco random_k hard_threshold".split())
 METHODS = (*DENSE_METHODS, *SPARSE_METHODS)
 LOCAL_MOMENTUM = ("dgc", "samomentum")  # the compressor applies momentum, and the optimizer has none
 SCOPED = (*LOCAL_MOMENTUM, "gradient_dropping", "topk")
@@ -113,6 +102,15 @@ def refuse_others(parser, args, switches, chosen, choice="--method"):
             parser.error(f"{told}: leave it out with {choice} {' '.join(dict.fromkeys(chosen))}")
 
 
+def check_settings(parser, method, settings, label):
+    """End the program with an error if the plugin refuses a method's settings. label: names them in the message."""
+    if method not in DENSE_METHODS:
+        try:
+            getattr(importlib.import_module("hvd_sparse.algorithms").Settings, method)(None, **settings)
+        except (TypeError, ValueError) as error:
+            parser.error(f"{label}: {error}")
+
+
 def add_arguments(parser, batch_size, lr, clip_norm=0.0):
     """Add the switches that all examples share, with the defaults of one example."""
     add_compression(parser)
@@ -147,6 +145,7 @@ def parse_arguments(parser, hvd):
     refuse_others(parser, args, hosts, [args.exchange or "gather"], "--exchange")
     if args.nesterov and args.method == "samomentum":
         parser.error("samomentum has no --nesterov: use dgc")
+    check_settings(parser, args.method, compression_settings(args, 0), f"--method {args.method}")
     hvd.init(**({"process_sets": "dynamic"} if args.exchange == "hierarchical" else {}))
     args.rank, args.size = hvd.rank(), hvd.size()
     args.verbose = args.rank == 0 and not args.quiet

@@ -41,6 +41,7 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(
         prog="hvd_sparse",
+        usage="hvd_sparse [-h] [--version] [--check-build]\n       hvd_sparse plan [-h] ...",
         description="Sparse gradient compression for Horovod",
         epilog="hvd_sparse plan --help: predict the step times of your model on your network",
     )

@@ -12,6 +12,11 @@ OTHER_FRAMEWORK = (
     "hvd_sparse: the Horovod of another framework was imported after {0}. Horovod keeps one table of process sets, "
     "that of the last import, so optimizers of {0} would not exchange gradients. Import {0} last, or in another process"
 )
+NOT_INITIALISED = "hvd_sparse: Horovod is not initialised; call hvd.init() first"
+NOT_ADDED = (
+    "hvd_sparse: Horovod does not have the process_set: pass it to hvd.init(process_sets=[...]), or to "
+    "hvd.add_process_set()"
+)
 NOT_INCLUDED = "hvd_sparse: this rank is not in the process_set of the compressor that it calls"
 _ordinals: Counter = Counter()
 
@@ -36,23 +41,29 @@ class Members:
         family = f"{prefix}.{'all' if whole else '-'.join(map(str, ranks))}"
         self._prefix = f"{family}.{_ordinals[family]}"
         _ordinals[family] += 1
+        self._known: dict[str, int] = {}  # the last size and rank
 
     def size(self) -> int:
         """Return the number of ranks that exchange; RuntimeError before hvd.init(), or on a rank that is not one."""
-        self._check_included()
-        size = self.process_set.size() if self._hvd.is_initialized() else None
-        if size is None:
-            raise RuntimeError("hvd_sparse: Horovod (or the process set) is not initialised; call hvd.init() first")
-        return size
+        return self._number("size")
 
     def rank(self) -> int:
-        """Return this process's rank within the process set; RuntimeError if it is not in it."""
-        self._check_included()
-        return self.process_set.rank()
+        """Return this process's rank within the process set; RuntimeError before hvd.init(), or if it is not in it."""
+        return self._number("rank")
 
-    def _check_included(self) -> None:
-        if self.process_set.included() is False:  # None: Horovod is not initialised
+    def _number(self, which: str) -> int:
+        if not self._hvd.is_initialized():
+            raise RuntimeError(NOT_INITIALISED)
+        if self.process_set.process_set_id is None:
+            raise RuntimeError(NOT_ADDED)
+        if not self.process_set.included():
             raise RuntimeError(NOT_INCLUDED)  # Horovod would say that the set does not exist
+        try:
+            self._known[which] = getattr(self.process_set, which)()
+        except ValueError:  # a rank has ended, so Horovod has forgotten its process sets; others may save states
+            if which not in self._known or is_elastic():
+                raise
+        return self._known[which]
 
     def everywhere(self, name: str, own) -> list:
         """All-gather a Python object over all ranks. Return the objects in the order of ranks."""

@@ -10,7 +10,7 @@ is a prediction: see hvd_sparse.performance_model.
 
 import argparse
 import bisect
-import importlib
+import importlib.util
 import math
 import time
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ from hvd_sparse.performance_model import (
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.wire import top_k_count
 
-FACTORS = {"k": 1e3, "m": 1e6, "g": 1e9}
+FACTORS = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 DENSITIES = (0.001, 0.01)
 MICRO_DENSITY = 0.01  # the smallest with known quality of training
@@ -49,7 +49,7 @@ SMALL, LARGE = 256, 4_000_000  # elements of the collectives that tell latency a
 ROUNDS = 5
 LATENCY_US = 50.0
 NAMES = {"torch": "model.named_parameters()", "tensorflow": "model.trainable_variables"}  # in the printed call
-CLEARLY = 1.2  # times as fast: what may cost accuracy is recommended from here on
+CLEARLY = 1.2  # no method is so many times as fast as the recommended one
 NOTICED = 1.05  # times as fast: the fastest method is named from here on, if another is recommended
 
 
@@ -72,6 +72,11 @@ class Candidate(NamedTuple):
             return 0
         return 3 if self.changes_fewer else 1 if self.settings.schedule.planned >= max(DENSITIES) else 2
 
+    @property
+    def is_for_long_runs(self) -> bool:
+        """Whether it needs about 10,000 steps to reach the quality of dense training."""
+        return self.settings is not None and self.settings.schedule.planned < max(DENSITIES)
+
     def is_sent_dense(self, world_size: int) -> bool:
         """Return whether the dense fallback sends the model dense, as payloads have more bytes."""
         if self.settings is None:
@@ -84,24 +89,40 @@ def rate(text: str) -> float:
     """Return bits per second, from "1gbit" and the like."""
     for unit, factor in UNITS.items():
         if text.lower().endswith(unit):
-            return positive(text, float(text[: -len(unit)]) * factor)
+            return positive(text, number(text[: -len(unit)]) * factor)
     raise argparse.ArgumentTypeError(f"a rate must end with kbit, mbit or gbit, such as 1gbit; got {text!r}")
 
 
 def count(text: str) -> int:
-    """Return a whole number, from "25.6e6", "25.6M" and the like."""
+    """Return a whole number, from "25.6e6", "25.6M", "7B" and the like."""
     factor = FACTORS.get(text[-1:].lower(), 1.0)
-    number = round(factor * float(text if factor == 1.0 else text[:-1]), 6)
-    if not 1 <= number < math.inf or number != int(number):
+    value = round(factor * number(text if factor == 1.0 else text[:-1]), 6)
+    if not 1 <= value < math.inf or value != int(value):
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, such as 25.6e6; got {text!r}")
-    return int(number)
+    return int(value)
 
 
-def positive(text: str, number: float | None = None) -> float:
-    """Return the number that a text stands for: `number`, or else the text itself. It must be above 0."""
-    value = float(text) if number is None else number
+def number(text: str) -> float:
+    """Return the number that a text stands for; NaN, which is in no range, if it stands for none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def positive(text: str, value: float | None = None) -> float:
+    """Return the number that a text stands for: `value`, or else the text itself. It must be above 0."""
+    value = number(text) if value is None else value
     if not 0.0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be above 0, and finite; got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a number above 0, and finite; got {text!r}")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """Return the number that a text stands for, which must be at least 0."""
+    value = number(text)
+    if not 0.0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, and finite; got {text!r}")
     return value
 
 
@@ -118,10 +139,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--overlap", type=float, default=0.5, help="part of that during which gradients are sent (default: %(default)s)"
     )
     parser.add_argument("--bandwidth", type=rate, help="of a rank, each way, such as 1gbit")
-    parser.add_argument("--latency-us", type=positive, help=f"of a message (default: {LATENCY_US:g})")
+    parser.add_argument("--latency-us", type=not_negative, help=f"of a message (default: {LATENCY_US:g})")
     parser.add_argument("--ranks", type=count, help="world size")
     parser.add_argument("--measure", action="store_true", help="measure what of these is not given, in the running job")
-    parser.add_argument("--framework", choices=FRAMEWORKS, help="of the call, and of the job (default: the installed)")
+    parser.add_argument(
+        "--framework", choices=FRAMEWORKS, help="of the call, and of the job (default: the first that is installed)"
+    )
     args = parser.parse_args(arguments)
     if not 0.0 <= args.overlap <= 1.0:
         parser.error(f"--overlap must be in [0, 1], got {args.overlap}")
@@ -168,6 +191,11 @@ def horovod_of(frameworks: tuple[str, ...]) -> ModuleType:
         except ImportError as error:
             reasons.append(f"{framework}: {error}")
     raise SystemExit("hvd_sparse plan: --measure needs Horovod and its framework\n" + "\n".join(reasons))
+
+
+def installed() -> str:
+    """Return the first framework that is installed, or else the first of all."""
+    return next((one for one in FRAMEWORKS if importlib.util.find_spec(one)), FRAMEWORKS[0])
 
 
 def measure_job(framework: str | None) -> tuple[Network, int, int, str]:
@@ -228,7 +256,7 @@ def network_from(reduced: Sequence[float], gathered: Sequence[float], world_size
 def candidates(args: argparse.Namespace) -> list[Candidate]:
     """Return the methods to compare, dense first."""
     compute, n = 1e-3 * args.compute_ms, args.parameters
-    overlap, parameters = args.overlap * compute, NAMES[args.framework or "torch"]
+    overlap, parameters = args.overlap * compute, NAMES[args.framework or installed()]
     plain = Profile([n], compute, overlap, wait=CYCLE)
     made = [
         Candidate(Method("dense", dense(), plain), "hvd.Compression.none"),
@@ -257,7 +285,7 @@ def candidates(args: argparse.Namespace) -> list[Candidate]:
 def recommend(used: list[Candidate], network: Network, world_size: int) -> tuple[Candidate, Candidate]:
     """Return the candidate to recommend, and the fastest one.
 
-    What may cost more accuracy is recommended if it is CLEARLY faster than the best of what may cost less.
+    Of those whose step takes less than CLEARLY times that of the fastest, it is the one that may cost least accuracy.
 
     Args:
         used: Candidates, dense training among them.
@@ -269,21 +297,19 @@ def recommend(used: list[Candidate], network: Network, world_size: int) -> tuple
         """Return the seconds of a step."""
         return one.method.step(network, world_size)
 
-    best = used[0]
-    for risk in sorted({one.risk for one in used}):
-        one = min((other for other in used if other.risk == risk), key=seconds)
-        if risk == best.risk or seconds(best) >= CLEARLY * seconds(one):
-            best = one
-    return best, min(used, key=seconds)
+    fastest = min(used, key=seconds)
+    near = [one for one in used if seconds(one) < CLEARLY * seconds(fastest)]
+    return min(near, key=lambda one: (one.risk, seconds(one))), fastest
 
 
 def report(args: argparse.Namespace, network: Network, world_size: int) -> str:
     """Return the table, and the recommendation."""
     made = candidates(args)
-    plain = made[0].method
+    plain, cost = made[0].method, network.gather_cost
+    gather = "" if cost == 1.0 else f", a byte of a gather takes {cost:.2g} times one of an all-reduce"
     lines = [
         f"{args.parameters:,} parameters, {args.compute_ms:g} ms of compute, {world_size} ranks, "
-        f"{network.bandwidth / 1e9:.3g} Gbit/s, {1e6 * network.latency:.3g} us",
+        f"{network.bandwidth / 1e9:.3g} Gbit/s, {1e6 * network.latency:,.0f} us{gather}",
         "",
         f"{'method':<27}{'step, ms':>10}{'speed-up':>12}{'vs 1 rank':>10}{'pays at':>17}{'up to ranks':>13}",
     ]
@@ -298,8 +324,9 @@ def report(args: argparse.Namespace, network: Network, world_size: int) -> str:
         lines.append(f"{fastest.method.name} is {gain:.2f} times as fast, but may cost more accuracy.")
     if best.changes_fewer:
         lines.append("It changes fewer elements in a step than a gather, so it may cost accuracy: compare.")
-    if best.settings is not None and best.settings.schedule.planned < max(DENSITIES):
-        lines.append(f"With fewer than 10,000 steps: density={max(DENSITIES):g}")
+    if best.is_for_long_runs:
+        short, _ = recommend([one for one in used if not one.is_for_long_runs], network, world_size)
+        lines.append(f"With fewer than 10,000 steps: {short.method.name}")
     if "momentum" in best.call:
         lines.append("warmup_steps: a tenth of the run's steps; momentum of the optimizer: 0")
     return "\n".join([*lines, f"    compression={best.call}"])

@@ -20,3 +20,8 @@ class SharedUse:
         self._users.add(user)
         self._last = weakref.ref(user)
         return tells
+
+    def is_by_another(self, user) -> bool:
+        """Return whether the last use was by somebody else, who still exists."""
+        last = None if self._last is None else self._last()
+        return last is not None and last is not user

@@ -106,6 +106,9 @@ class ConstantThreshold:
     def learn(self, k: int, threshold: float, count: int) -> None:
         """Do nothing: a fixed threshold does not adapt."""
 
+    def miss(self, step: int) -> None:
+        """Do nothing: a fixed threshold has no turn to miss."""
+
 
 class KeepsThresholds(Protocol):
     """The settings of a method that keeps thresholds; see `Compression.dct`."""
@@ -147,28 +150,28 @@ class KeptThreshold:
     def restore(self, numbers: Sequence[float]) -> None:
         """Continue from `numbers()`."""
         self._value, self._k = float(numbers[0]), int(numbers[1])
-        self._due, self._drains, self._turn = False, False, False
+        self._due = self._drains = False
 
     def plan(self, step: int, k: int, n: int) -> Plan:
         """Return the plan of a step: by k when a refresh is due; by SMALLEST to drain; else by the kept threshold."""
         self._drains = self._turns.drains(step, self._position)
-        self._turn = self._turns.refreshes(step, self._position)
         known = self._value > 0.0 and k == self._k
-        self._due = not self._drains and (not known or self._turn)
-        if self._due:
-            return Plan(self._value if known else 0.0, k)
-        return Plan(SMALLEST if self._drains else self._value)
+        self._due = not self._drains and (not known or self._turns.refreshes(step, self._position))
+        if self._drains:
+            self.miss(step)
+            return Plan(SMALLEST)
+        return Plan(self._value if known else 0.0, k) if self._due else Plan(self._value)
+
+    def miss(self, step: int) -> None:
+        """Note that a step has not used the threshold: after a missed turn, the next step that uses it renews it."""
+        if self._value > 0.0 and self._turns.refreshes(step, self._position):
+            self._value = 0.0
 
     def learn(self, k: int, threshold: float, count: int) -> None:
-        """Store a refreshed threshold; if the count has left the band, make the next step refresh it.
-
-        So does a step that drained the tensor at its turn.
-        """
+        """Store a refreshed threshold; if the count has left the band, make the next step refresh it."""
         if self._due:
             self._value, self._k = max(threshold, SMALLEST), k  # 0 means none; zeros are never sent
-        elif self._drains:
-            self._value = 0.0 if self._turn else self._value
-        elif self._band is not None:
+        elif self._band is not None and not self._drains:
             too_few = count * self._band < k and self._value > SMALLEST  # SMALLEST cannot be lowered
             if too_few or count > k * self._band:
                 self._value = 0.0
@@ -244,6 +247,9 @@ class FittedThreshold:
         if self._steps == ADAPT_STEPS:
             self._stages = self._stages.adapted(self._achieved / ADAPT_STEPS, self._density)
             self._achieved, self._steps = 0.0, 0
+
+    def miss(self, step: int) -> None:
+        """Do nothing: each selection has a new threshold."""
 
 
 Threshold = ConstantThreshold | KeptThreshold | FittedThreshold

@@ -62,7 +62,7 @@ class Units:
 
 def checked_loss_scale(value) -> float:
     """Return a loss scale as a float; TypeError or ValueError unless it is a finite number above 0."""
-    check_number("loss_scale", value, "above 0, such as scaler.get_scale()", lambda number: number > 0.0)
+    check_number("loss_scale", value, "above 0 (docs/mixed-precision.md)", lambda number: number > 0.0)
     return float(value)
 
 

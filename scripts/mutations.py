@@ -5,6 +5,7 @@ from typing import NamedTuple
 from mutations_core import CORE
 from mutations_cuda import CUDA
 from mutations_mpi import MPI
+from mutations_tensorflow import TENSORFLOW
 
 
 class Mutation(NamedTuple):
@@ -26,20 +27,6 @@ PYTHON = [
         "torch test_oracle",
     ),
     (
-        "momentum not masked, TensorFlow",
-        "hvd_sparse/tensorflow/error_feedback.py",
-        "return (self.residual, self.velocity) if self.algorithm.factor_masking else (self.residual,)",
-        "return (self.residual,)",
-        "tensorflow test_tape_oracle",
-    ),
-    (
-        "Nesterov of a dense tensor without the gradient, TensorFlow",
-        "hvd_sparse/tensorflow/error_feedback.py",
-        "return velocity, [velocity, local]",
-        "return velocity, [velocity]",
-        "tensorflow test_tape_oracle",
-    ),
-    (
         "Nesterov of a dense tensor without the gradient, PyTorch",
         "hvd_sparse/torch/error_feedback.py",
         "if self.algorithm.nesterov:\n            add(sent)",
@@ -49,8 +36,8 @@ PYTHON = [
     (
         "the first step's gradients stay, PyTorch",
         "hvd_sparse/torch/step.py",
-        "self._collectives, self._late = [], []",
-        "self._collectives = []",
+        "        self._late = []\n        self.codec.end()",
+        "        self.codec.end()",
         "torch test_memory",
     ),
     (
@@ -89,13 +76,6 @@ PYTHON = [
         "torch test_oracle",
     ),
     (
-        "SAMomentum forgets what is sent, TensorFlow",
-        "hvd_sparse/tensorflow/error_feedback.py",
-        "return self.algorithm.momentum",
-        "return 0.0",
-        "tensorflow test_tape_oracle",
-    ),
-    (
         "warm-up a step late",
         "hvd_sparse/schedule.py",
         "if step >= self.steps or not stages:",
@@ -129,13 +109,6 @@ PYTHON = [
         "part = (1.0 - self.retained) * rest_of",
         "part = rest_of",
         "torch test_half samomentum_has",
-    ),
-    (
-        "what a sum loses comes back whole with SAMomentum, TensorFlow",
-        "hvd_sparse/tensorflow/codecs/base.py",
-        "part = (1.0 - retained) * rest_of",
-        "part = rest_of",
-        "tensorflow test_tape_half samomentum_has",
     ),
     (
         "the name of a presence check in flight is used again",
@@ -201,20 +174,6 @@ PYTHON = [
         "torch test_oracle",
     ),
     (
-        "the leader is always the first, TensorFlow",
-        "hvd_sparse/tensorflow/codecs/shared_indices.py",
-        "tf.equal(now.number % world_size, rank)",
-        "tf.equal(0, rank)",
-        "tensorflow test_tape_thresholds cltk",
-    ),
-    (
-        "no vote, TensorFlow",
-        "hvd_sparse/tensorflow/step.py",
-        "now.overflow = all_bad[0] > 0.0",
-        "now.overflow = all_bad[0] > 1e9",
-        "tensorflow test_tape_overflow",
-    ),
-    (
         "state of another method accepted",
         "hvd_sparse/checkpoint.py",
         "if kind not in kinds:",
@@ -227,41 +186,6 @@ PYTHON = [
         "for begin in range(0, total.size, SPAN):",
         "for begin in range(0, min(total.size, 1), SPAN):",
         "single test_checkpoint_files",
-    ),
-    (
-        "an infinite sum of 16-bit gradients enters the residual, TensorFlow",
-        "hvd_sparse/tensorflow/codecs/base.py",
-        "return rounded, tf.where(tf.math.is_finite(excess), excess, tf.zeros_like(excess))",
-        "return rounded, excess",
-        "tensorflow test_tape_overflow_inside bfloat16",
-    ),
-    (
-        "ranks outside a process set take part in an elastic job, TensorFlow",
-        "hvd_sparse/tensorflow/exchange.py",
-        "if included is False:",
-        "if included is False and not is_elastic():",
-        "tensorflow test_tape_elastic outside",
-    ),
-    (
-        "sent entries cleared on the CPU, with buffers on a GPU",
-        "hvd_sparse/tensorflow/codecs/base.py",
-        "with beside(bucket.arrivals[0].feedback.device):\n            cleared",
-        "with beside('CPU:0'):\n            cleared",
-        "tensorflow test_tape_devices",
-    ),
-    (
-        "kernels on a GPU that they were not built for",
-        "hvd_sparse/tensorflow/devices.py",
-        'return why_no_cuda("tensorflow") or _failure(*places)',
-        'return why_no_cuda("tensorflow")',
-        "tensorflow test_tape_devices",
-    ),
-    (
-        "a loss scale of zero is accepted where all ranks have it, TensorFlow",
-        "hvd_sparse/tensorflow/presence.py",
-        "(loss_scale > 0.0)",
-        "(loss_scale > -1e9)",
-        "tensorflow test_tape_units",
     ),
     (
         "a parameter that was not used counts as used, DDP",
@@ -283,20 +207,6 @@ PYTHON = [
         'if count < state.get("buffers", 0):',
         "if False:",
         "ddp test_ddp_state",
-    ),
-    (
-        "the hooks of a monitored session run when the state is read",
-        "hvd_sparse/tensorflow/state.py",
-        'if not hasattr(session, "run_step_fn"):',
-        "if True:",
-        "tensorflow test_v1 hooks",
-    ),
-    (
-        "the loss scale of TensorFlow 1 is not read",
-        "hvd_sparse/tensorflow/calls.py",
-        "(isinstance(owner, SCALER_V1) or _has(owner",
-        "(_has(owner",
-        "tensorflow test_v1 scaler_around",
     ),
     (
         "a loaded mean changes with the number of ranks",
@@ -348,13 +258,6 @@ PYTHON = [
         "torch test_default_device micro",
     ),
     (
-        "a state keeps the names of a model that was not saved, Keras 3",
-        "hvd_sparse/tensorflow/state.py",
-        "    state = with_names(state, feedback)\n",
-        "",
-        "single test_tensorflow_jobs saved_and_loaded",
-    ),
-    (
         "regions keep the names of the saved state",
         "hvd_sparse/checkpoint.py",
         "regions = [([new[name] for name in joint], bounds)",
@@ -389,8 +292,43 @@ PYTHON = [
         "stacklevel=2",
         "torch test_training_loops momentum_of_adam",
     ),
+    (
+        "a turn in a dense step is lost, PyTorch",
+        "hvd_sparse/torch/codecs/threshold.py",
+        "if name not in self._planned:",
+        "if False:",
+        "torch test_kept_thresholds turn",
+    ),
+    (
+        "any optimizer without the compressor is warned of",
+        "hvd_sparse/torch/optimizer_checks.py",
+        'if not isinstance(getattr(optimizer, "_compression", type), type):',
+        "if False:",
+        "torch test_training_loops is_used",
+    ),
+    (
+        "a compressor that was built later has the checks",
+        "hvd_sparse/torch/optimizer_checks.py",
+        "self._is_used = True\n            self._replace_others()",
+        "self._is_used = True",
+        "torch test_training_loops others_were_built",
+    ),
+    (
+        "a layer that was frozen at register never counts as used",
+        "hvd_sparse/torch/ddp.py",
+        "        for name in self._parameters:\n            parameter",
+        "        for name in (one for one in self._parameters if self._parameters[one].requires_grad):\n            parameter",
+        "ddp test_ddp_conservation frozen_at_register",
+    ),
+    (
+        "process sets that Horovod has forgotten have no size",
+        "hvd_sparse/members.py",
+        "if which not in self._known or is_elastic():",
+        "if True:",
+        "single test_before_init another_rank",
+    ),
 ]
 
 MUTATIONS = [Mutation(name, f"csrc/core/{file}", old, new, f"native {test}") for name, file, old, new, test in CORE]
 MUTATIONS += [Mutation(name, f"csrc/cuda/{file}", old, new, f"native {test}") for name, file, old, new, test in CUDA]
-MUTATIONS += [Mutation(*fault) for fault in (*PYTHON, *MPI)]
+MUTATIONS += [Mutation(*fault) for fault in (*PYTHON, *TENSORFLOW, *MPI)]

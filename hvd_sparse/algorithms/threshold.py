@@ -59,7 +59,8 @@ class ThresholdMethods(Methods[Parameters, Compressor]):
             DENSITY
             sparsity: 1 - density, as in the paper. Set one of the two, or neither: the density is 0.01.
             lifespan: Number of steps that use one threshold. The first thresholds are used for fewer (1, 2, 4, ...), as
-                the residual grows fast at first. Tensors renew theirs in turn; without a gradient, in the next.
+                the residual grows fast at first. Tensors renew theirs in turn; one that has no gradient then, or is
+                sent dense, in the next step that selects from it.
             drain: Number of steps in which a tensor sends its whole residual about once (section 3.3). None: never.
             band: A rank renews its threshold in the next step if it sent more than `band` times k elements, or fewer
                 than k / `band`. None: only in its turn, as in the paper.

@@ -127,14 +127,15 @@ class Connection:
         if self._refusal is not None:
             raise self._refusal
         start = time.monotonic()
-        while self.worker.is_waiting:
-            server, data = self._receive(start)
-            try:
+        try:
+            while self.worker.is_waiting:
+                server, data = self._receive(start)
                 self._send(self.worker.receive(server, data))
-            except ServerRefused as error:
-                self._refusal = error
-                raise
-        self.waited += time.monotonic() - start
+        except ServerRefused as error:
+            self._refusal = error
+            raise
+        finally:
+            self.waited += time.monotonic() - start
 
     def ask(self, what: str) -> list[tuple[dict, dict[str, np.ndarray]]]:
         """Return each server's answer to a question; see `Server.state`."""

@@ -278,11 +278,12 @@ class Session:
         """Return statistics of this worker and of all servers.
 
         Returns:
-            Of this worker: "pushes"; "bytes_up", "bytes_down"; "ratio_up", "ratio_down", dense bytes over these;
-            "density_up", "density_down"; "repeated" messages; "non_finite" gradients; "seconds", and of these
-            "seconds_waiting". "all", of all workers: "pushes", "updates_per_second", "staleness" as {updates of others:
-            number of pushes}, "server_bytes" of memory, "bytes_in", "bytes_out", "refused" and "repeated" messages,
-            "departures" as {rank: reason}.
+            Of this worker: "pushes"; "bytes_up", "bytes_down", and of these "bytes_model", the whole model in the first
+            answer; "ratio_up", "ratio_down", dense bytes over these without the model; "density_up", "density_down";
+            "repeated" messages; "non_finite" gradients; "seconds", and of these "seconds_waiting". "all", of all
+            workers: "pushes", "updates_per_second", "staleness" as {updates of others: number of pushes},
+            "server_bytes" of memory, "bytes_in", "bytes_out", "refused" and "repeated" messages, "departures" as
+            {rank: reason}.
 
         Raises:
             TimeoutError: The servers do not answer; likewise the other exceptions of `synchronize`.

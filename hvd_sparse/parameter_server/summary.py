@@ -9,13 +9,15 @@ def summary(worker: Worker, waited: float, servers: list[dict], seconds: float) 
     traffic, first = worker.traffic, servers[0]  # all servers receive the same pushes
     departures = first_reasons({int(rank): why for rank, why in one["departures"].items()} for one in servers)
     dense = traffic.pushes * worker.dense_bytes
+    model = min(worker.dense_bytes, traffic.bytes_down)  # in the first answer
     longest = max(server["seconds"] for server in servers)
     return {
         "pushes": traffic.pushes,
         "bytes_up": traffic.bytes_up,
         "bytes_down": traffic.bytes_down,
+        "bytes_model": model,
         "ratio_up": dense / max(1, traffic.bytes_up),
-        "ratio_down": dense / max(1, traffic.bytes_down - worker.dense_bytes),
+        "ratio_down": dense / max(1, traffic.bytes_down - model),
         "density_up": traffic.entries_up / max(1, traffic.pushes * worker.layout.numel),
         "density_down": traffic.entries_down / max(1, traffic.pushes * worker.layout.numel),
         "repeated": traffic.repeated,

@@ -228,7 +228,8 @@ def warn_of_twins(call: Call, variables: Variables) -> None:
     if own and kinds(own) <= kinds(set(variables) - own):
         warn(
             f"hvd_sparse: this call reduces {len(own)} variables of the compressor, and others have the same shapes. "
-            "If these are reduced in another call, build a compressor for each call: TensorFlow takes one for another"
+            "If these are reduced in another call, build a compressor for each call: TensorFlow takes one for another. "
+            "If they are frozen, all is well"
         )
 
 

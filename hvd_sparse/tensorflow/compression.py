@@ -73,14 +73,14 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         self.feedback: dict[str, ErrorFeedback] = {}
         self.thresholds: list[tf.Variable] = []  # thresholds that outlive a step
         self.place: tf.Variable | None = None  # whose error feedback this is: ranks, rank and shard
-        self.names: tf.Variable | None = None  # a digest of the variables' names
+        self.names: tf.Variable | None = None  # a digest of the method and the variables' names
         self.hosts: Hosts | None = None
         loss_scale = make_variable([], "hvd_sparse/loss_scale", tf.float64, 1.0)
         self._parts = Parts(algorithm, loss_scale, Variables(variables), Exchange(process_set), TrafficVariables())
         if self._parts.variables.is_loaded():
             self._make_error_feedback()
         exchange = self._parts.exchange
-        if algorithm.replaces_optimizer and exchange.process_set.included() and exchange.size() == 1:
+        if algorithm.replaces_optimizer and hvd.is_initialized() and exchange.is_single():
             warn(not_called(algorithm.name, "with one process" if hvd.size() == 1 else "in a process set of one rank"))
 
     def __hash__(self):
@@ -96,6 +96,9 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
 
     def __reduce__(self):
         raise TypeError(NOT_COPIED)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.algorithm}>"
 
     @property
     def algorithm(self) -> Algorithm:
@@ -168,11 +171,11 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
             {"steps": int, "step": last step, "total": all steps, "residual_norm": L2 norm of the residuals}. step and
             total have dense_bytes (without compression), payload_bytes (sent by all collectives: payloads, dense
             tensors, tokens, votes), received_bytes (from other ranks), ratio, density (elements sent / all elements),
-            and no seconds: the operations of a graph run concurrently. "dense_fallback" is the choice in the last step,
-            and the reason: {"rule": the argument, "is_dense": whether it sent all gradients dense, "tensors": number of
-            tensors that are always dense, "payload_bytes", "dense_bytes": bytes that a rank receives either way, with
-            those tensors dense in both, unless all are; with "measured" also "payload_seconds", "dense_seconds":
-            medians of the steps timed so far, or None}.
+            and seconds, which is empty: the operations of a graph run concurrently. "dense_fallback" is the choice in
+            the last step, and the reason: {"rule": the argument, "is_dense": whether it sent all gradients dense,
+            "tensors": number of tensors that are always dense, "payload_bytes", "dense_bytes": bytes that a rank
+            receives either way in a step with all gradients, with those tensors dense in both, unless all are; with
+            "measured" also "payload_seconds", "dense_seconds": medians of the steps timed so far, or None}.
 
         Raises:
             ValueError: A graph of TensorFlow 1 needs `session`.
@@ -322,7 +325,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         exchange = self._parts.exchange
         if self.place is None and hvd.is_initialized() and exchange.is_used():
             own = [-1 if number is None else number for number in identity_of(self.hosts, exchange).values()]
-            names = [int(number) for number in digest_numbers(list(self._parts.variables))]
+            names = [int(number) for number in digest_numbers([self.algorithm.name, *self._parts.variables])]
             self.place = make_variable([len(own)], "hvd_sparse/place", tf.int64, own)
             self.names = make_variable([len(names)], "hvd_sparse/names", tf.int64, names)
             self._parts.step.marks = [(self.place, own), (self.names, names)]

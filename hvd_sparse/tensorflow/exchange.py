@@ -44,10 +44,13 @@ class Exchange(Members):
 
     def is_used(self) -> bool:
         """Return whether Horovod will call the compressor: not on a single rank, nor outside the process set."""
-        included = self.process_set.included()  # None: Horovod is not initialised
-        if included is False:
-            return False
-        return is_elastic() or (bool(included) and self.size() > 1)
+        if not hvd.is_initialized():
+            return is_elastic()
+        return self.process_set.included() and (is_elastic() or self.size() > 1)
+
+    def is_single(self) -> bool:
+        """Return whether this rank alone is in the process set."""
+        return self.process_set.included() and self.size() == 1
 
     def is_alone(self) -> bool:
         """Return whether this is the only rank of an elastic job, at present."""

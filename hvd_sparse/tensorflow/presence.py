@@ -15,9 +15,9 @@ JOINED = "hvd_sparse does not work with hvd.join(): Horovod cannot gather from r
 STEPS_DIFFER = "hvd_sparse: the ranks are not at the same step; load the state on every rank or on none. Step number"
 SCALES_DIFFER = "hvd_sparse: loss_scale must be a number above 0, the same on every rank. Loss scale"
 MISPLACED = (
-    "hvd_sparse: a checkpoint has restored the error feedback of another rank, of another number of ranks, or of "
-    "variables with other names. Each rank saves and restores its own, of a model with the same names, or all load one "
-    "state_dict(summed=True). Ranks with another's"
+    "hvd_sparse: a checkpoint has restored the error feedback of another rank, of another number of ranks, of another "
+    "method, or of variables with other names. Each rank saves and restores its own, of the same method and a model "
+    "with the same names, or all load one state_dict(summed=True). Ranks with another's"
 )
 SETTINGS_DIFFER = (
     "hvd_sparse: the ranks do not agree on model, settings or the gradients that are there. Number in their digest"

@@ -103,12 +103,13 @@ class KeptThresholds:
     def plan(self, step, names: list[str], counts, is_active) -> FilterArguments:
         """Return a float64 threshold for each variable, NEVER unless active; and k to refresh it, else 0."""
         rows = [self.rows[name] for name in names]
-        planned = tf.numpy_function(lambda n: self._plan(int(n), rows), [step], (tf.bool, tf.bool), stateful=False)
-        refreshes, drains = (tf.ensure_shape(turns, [len(rows)]) for turns in planned)
+        planned = tf.numpy_function(lambda n: self._plan(int(n)), [step], (tf.bool, tf.bool), stateful=False)
+        self._turn, all_drains = (tf.ensure_shape(turns, [len(self.rows)]) for turns in planned)
+        refreshes, drains = tf.gather(self._turn, rows), tf.gather(all_drains, rows)
         kept, known = (tf.gather(variable.read_value(), rows) for variable in self.variables)
         due = refreshes | tf.equal(kept, 0.0) | tf.not_equal(known, tf.cast(counts, tf.float64))
         self._due = due & tf.logical_not(drains) & is_active
-        self._misses_turn = refreshes & drains & is_active
+        self._misses_turn = refreshes & (drains | tf.logical_not(is_active))
         self._goes_by_it = tf.logical_not(due | drains) & is_active
         thresholds = tf.where(drains, tf.fill([len(rows)], tf.constant(SMALLEST, tf.float64)), kept)
         thresholds = tf.where(is_active, thresholds, tf.fill([len(rows)], tf.constant(NEVER, tf.float64)))
@@ -117,7 +118,8 @@ class KeptThresholds:
     def learn(self, names: list[str], counts, infos: tf.Tensor, is_active) -> list[tf.Operation]:
         """Store the refreshed thresholds, after `plan` in the same trace; infos: from `varying_ops.filter_bucket`.
 
-        A threshold is refreshed in the next step if its count has left the band, or its tensor was drained at its turn.
+        A threshold is refreshed in the next step that uses it if its count has left the band, or if this step has not
+        used it at its turn: its variable was drained, sent dense, or had no gradient.
         """
         rows, k = [self.rows[name] for name in names], tf.cast(counts, tf.float64)
         value, known = (tf.gather(kept.read_value(), rows) for kept in self.variables)
@@ -129,11 +131,17 @@ class KeptThresholds:
         value = tf.where(expires, tf.zeros_like(value), value)
         taken = tf.maximum(infos[:, 0], SMALLEST)  # 0 means none; zeros are never sent
         changes = (tf.where(self._due, taken, value), tf.where(self._due, k, known))
-        return [v.scatter_update(tf.IndexedSlices(new, rows)) for v, new in zip(self.variables, changes, strict=True)]
+        is_absent = np.isin(np.arange(len(self.rows)), rows, invert=True)
+        missed = tf.where(self._turn & is_absent)[:, 0]
+        return [
+            *(v.scatter_update(tf.IndexedSlices(new, rows)) for v, new in zip(self.variables, changes, strict=True)),
+            self._value.scatter_update(tf.IndexedSlices(tf.zeros_like(missed, tf.float64), missed)),
+        ]
 
-    def _plan(self, step: int, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        refreshes = np.array([self._turns.refreshes(step, row) for row in rows])
-        return refreshes, np.array([self._turns.drains(step, row) for row in rows])
+    def _plan(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return whose turn a step is, and who is drained, bool[rows]."""
+        refreshes = np.array([self._turns.refreshes(step, row) for row in range(len(self.rows))])
+        return refreshes, np.array([self._turns.drains(step, row) for row in range(len(self.rows))])
 
 
 class FittedThresholds:

@@ -84,6 +84,7 @@ class SparseCompressor(Compressor):
                 if not step.arrivals:
                     self._optimizer_checks.check_reduction([parameters[name]], DISCARDED)
                 if name in step.arrivals:  # the step was given up: its optimizer never stepped
+                    self._refuse_two_optimizers(name)
                     self._begin()
                 arrival = self._arrival_of(name, tensor, not parameters[name].requires_grad)
                 carried = step.add(arrival)
@@ -116,6 +117,15 @@ class SparseCompressor(Compressor):
             if not self._open:
                 self._end()
             return result
+
+    def _refuse_two_optimizers(self, name: str) -> None:
+        """Raise RuntimeError if a gradient comes from another optimizer than the one of the step under way."""
+        optimizer = calling_optimizer(self)
+        if optimizer is not None and self._optimizers.is_by_another(optimizer):
+            raise RuntimeError(
+                f"hvd_sparse: two of Horovod's optimizers reduce the gradient of {name}. The hooks of the first one "
+                "stay at the parameters: change its param_groups, or build model, optimizer and compressor anew"
+            )
 
     def register(self, model: object) -> None:
         """Raise TypeError: this is the compressor for Horovod, where DistributedDataParallel needs its own."""

@@ -108,9 +108,9 @@ class Compressor(abc.ABC):
             ranks' rows), received_bytes (from other ranks), ratio, density (elements sent / all elements), and seconds
             {"compress", "exchange", "decompress"}. "dense_fallback" is the choice in the last step, and the reason:
             {"rule": the argument, "is_dense": whether it sent all gradients dense, "tensors": number of tensors that
-            are always dense, "payload_bytes", "dense_bytes": bytes that a rank receives either way, with those
-            tensors dense in both, unless all are; with "measured" also "payload_seconds", "dense_seconds": medians of
-            the steps timed so far, or None}.
+            are always dense, "payload_bytes", "dense_bytes": bytes that a rank receives either way in a step with all
+            gradients, with those tensors dense in both, unless all are; with "measured" also "payload_seconds",
+            "dense_seconds": medians of the steps timed so far, or None}.
         """
         buffers = [feedback.buffers for feedback in self._step.feedback.values()]
         norm = sum(sum_of_squares(one["residual"]) for one in buffers if "residual" in one) ** 0.5
@@ -148,7 +148,7 @@ class Compressor(abc.ABC):
         Raises:
             RuntimeError: With `summed`: another rank is in a step, or did not call within 600 s.
         """
-        if self._under_way:
+        if self._under_way and self._exchange.collectives.is_first():
             warn(WITHIN_A_STEP)
         return gather_state(self._step, self._number, self._exchange, summed, self._averages)
 
@@ -232,7 +232,7 @@ class Compressor(abc.ABC):
         """Begin a step."""
         self._give_up()
         units = self._units()
-        self._optimizer_checks.is_used, self._optimizer_checks.scale = True, units.loss_scale
+        self._optimizer_checks.begin_step(units.loss_scale)
         self._parameters.begin_step()
         self._step.begin(self._number, units)
         self._under_way, self._has_sent, self._finished = True, False, False

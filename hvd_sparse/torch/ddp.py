@@ -138,7 +138,7 @@ class DDPCompressor(Compressor):
                 f"the model trains parameters that this compressor was not built with: {some(unknown)}. Build it "
                 "from the model's own named_parameters()"
             )
-        self._trained = len(theirs)
+        self._trained = model._get_ddp_logging_data()["num_parameter_tensors"]  # when it was built
         own = {identity: name for identity, name in self._names.items() if self._parameters[name].requires_grad}
         foreign = [name for identity, name in own.items() if identity not in theirs]
         if foreign:
@@ -153,12 +153,14 @@ class DDPCompressor(Compressor):
         A gradient does not tell it: for a parameter that was not used, DDP passes what its `grad` still has, and the
         gradient of one that was used may be zero.
         """
-        trained = {name: self._parameters[name] for name in self._parameters if self._parameters[name].requires_grad}
-        handles = [
-            parameter.register_post_accumulate_grad_hook(partial(_note, self._used, name))
-            for name, parameter in trained.items()
-        ]
+        handles = []
         weakref.finalize(self, _remove, handles)  # the parameters may live on, under another DDP
+        for name in self._parameters:
+            parameter = self._parameters[name]
+            was_trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # PyTorch takes no hook of a frozen one, which may train later
+            handles.append(parameter.register_post_accumulate_grad_hook(partial(_note, self._used, name)))
+            parameter.requires_grad_(was_trained)
 
     @torch.no_grad()
     def _reduce(self, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:

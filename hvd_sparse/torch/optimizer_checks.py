@@ -34,8 +34,8 @@ TWO_PASSES = (
 )
 DISCARDED = (
     "hvd_sparse: gradients were reduced, and no optimizer has stepped with them: what is left of them will be sent in "
-    "later steps. Freeze parameters in a pass that is not to train them, as the discriminator's in a GAN's generator "
-    "step: requires_grad_(False)"
+    "later steps, which is as it should be if this step was to be skipped. Freeze parameters in a pass that is not to "
+    "train them, as the discriminator's in a GAN's generator step: requires_grad_(False)"
 )
 _checks: "weakref.WeakSet[OptimizerChecks]" = weakref.WeakSet()
 
@@ -54,24 +54,35 @@ class OptimizerChecks:
         self._collectives, self._warns = collectives, collectives.is_first
         self._known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # optimizer: number of its groups, own ids
         self._told_of_momentum: weakref.WeakSet = weakref.WeakSet()
-        self.is_used = False  # whether it has compressed
+        self._is_used = False  # whether it has compressed
         self.is_scaled = False  # whether a loss scale was set
-        self.scale = 1.0  # the loss scale of the last step
+        self._scale = 1.0  # the loss scale of the last step
         self._due: set[int] = set()  # parameters with a reduced gradient that no optimizer has stepped with yet
         self._stepped: set[int] = set()  # parameters that an optimizer has stepped with
         self._has_told = self._has_told_of_unused = False
         self._needs_scale = algorithm.replaces_optimizer or not is_always_dense(algorithm.schedule)
+        self._replace_others()
+        _watch_optimizers()
+
+    def _replace_others(self) -> None:
+        """Check the optimizers of these parameters instead of all other compressors."""
         for other in [other for other in _checks if other._ids & self._ids]:
             _checks.discard(other)
         _checks.add(self)
-        _watch_optimizers()
+
+    def begin_step(self, scale: float) -> None:
+        """Note that the compressor begins a step with a loss scale. Of several built for a model, one is used."""
+        if not self._is_used:
+            self._is_used = True
+            self._replace_others()
+        self._scale = scale
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError if a loss scaler steps whose scale was not set; warn once of a second momentum.
 
         Warn once, too, if an optimizer steps with gradients that have not come through the compressor.
         """
-        if not self.is_used:
+        if not self._is_used:
             self._warn_of_unused(optimizer)
             return
         own = self._own_ids(optimizer)
@@ -85,12 +96,15 @@ class OptimizerChecks:
         scaler = stepping_scaler() if self._needs_scale and has_reduced and not reduces else None
         if scaler is not None and not self.is_scaled:
             raise RuntimeError(NOT_SCALED)
-        if scaler is not None and scaler.get_scale() != self.scale:
-            raise RuntimeError(OLD_SCALE.format(scaler.get_scale(), self.scale))
+        if scaler is not None and scaler.get_scale() != self._scale:
+            raise RuntimeError(OLD_SCALE.format(scaler.get_scale(), self._scale))
 
     def _warn_of_unused(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn once, unless the optimizer has a compressor: Horovod may call it later in this step, or not at all."""
         collectives = self._collectives
-        if self._has_told_of_unused or not collectives.can_start() or collectives.is_alone():
+        if self._has_told_of_unused or not collectives.can_start() or collectives.size() == 1:
+            return
+        if not isinstance(getattr(optimizer, "_compression", type), type):  # Horovod's own are classes
             return
         own = [one for group in optimizer.param_groups for one in group["params"] if id(one) in self._ids]
         if have_gradients(own):  # hvd.broadcast_optimizer_state steps with zeros, to create the optimizer's state
@@ -138,8 +152,8 @@ class OptimizerChecks:
 
 def have_gradients(parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether any gradient of these parameters is not zero."""
-    gradients = (parameter.grad for parameter in parameters)
-    return any(bool(one.to_dense().any()) for one in gradients if one is not None)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return any(bool((one.coalesce().values() if one.is_sparse else one).any()) for one in gradients)
 
 
 def _momentum_of(group: dict) -> float:

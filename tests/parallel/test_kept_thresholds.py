@@ -10,6 +10,7 @@ import torch
 from gradients import draw
 from helpers import assert_ranks_agree, drive, make_parameters
 
+from hvd_sparse.schedule import Schedule
 from hvd_sparse.torch import Compression
 
 SHAPES = {"body.weight": (60, 50), "head.weight": (2000,), "bias": (20,)}
@@ -97,6 +98,38 @@ def test_a_jump_of_the_gradients_scale_brings_a_new_threshold(factor):
         assert kept[20] > 1000 and counts[20] > 1000, "seen when it has happened"
         assert counts[21] == 20 and np.mean(kept[25:]) > 200
     assert 5 <= np.mean(counts[25:]) <= 60, counts
+
+
+class Alternating(Schedule):
+    """Every fourth step is dense, as the same turns of every life-span of eight steps are."""
+
+    def density(self, step):
+        return 1.0 if step % 4 == 0 else 0.01
+
+    def describe(self):
+        return "alternating"
+
+
+@pytest.mark.parametrize("kind", ["dense", "frozen", "absent"])
+def test_a_turn_in_a_step_that_does_not_use_the_threshold_is_made_up_for(kind):
+    """No threshold is used for much longer than its 8 steps, though each tensor has its turns in such steps."""
+    shapes = {"one": (2000,), "other": (1500,)}
+    parameters, last, ages = make_parameters(shapes), {}, []
+    density = Alternating() if kind == "dense" else 0.01
+    compression = Compression.dct(parameters.items(), density, lifespan=8, band=None, min_numel=100)
+    for t in range(80):
+        gradients = draw(shapes, t, hvd.rank())
+        left_out = "one" if t % 2 else "other"
+        if kind == "absent":
+            del gradients[left_out]
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(kind != "frozen" or name != left_out)
+        drive(compression, parameters, gradients)
+        for name, numbers in compression.state_dict()["thresholds"].items():
+            before, age = last.get(name, (0.0, 0))
+            last[name] = float(numbers[0]), age + 1 if float(numbers[0]) == before else 1
+        ages.append(max(age for _, age in last.values()))
+    assert 6 <= max(ages) <= 10, ages
 
 
 @pytest.mark.parametrize("band", [1.0, 0.0, float("inf"), "4"])

@@ -278,3 +278,56 @@ def test_an_optimizer_without_its_compressor_is_warned_of_once():
     told = [one for one in found if "gradients that its compressor has not seen" in str(one.message)]
     assert len(told) == (hvd.rank() == 0) and compression.stats()["steps"] == 0
     assert "SparseCompressor, step 0: " in repr(compression) and "density" in repr(compression)
+
+
+def several_built(parameters):
+    """One of several compressors that were built is used."""
+    used = Compression.dgc(parameters.items(), momentum=0.9)
+    others = Compression.topk(parameters.items()), Compression.micro(parameters.items())  # exist until it has trained
+    optimizer = distributed(parameters, used)
+    for t in range(2):
+        step(optimizer, parameters, draw(SHAPES, t, hvd.rank()))
+    del others
+    return used, optimizer
+
+
+def fewer_passes(parameters):
+    """The compressor is called in the optimizer's step, as the first has fewer backward passes."""
+    used = sparse(parameters)
+    optimizer = distributed(parameters, used, backward_passes_per_step=2)
+    backward(parameters, draw(SHAPES, 0, hvd.rank()))
+    optimizer.step()
+    return used, optimizer
+
+
+@pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
+@pytest.mark.parametrize("train", [several_built, fewer_passes])
+def test_a_compressor_that_is_used_is_not_warned_of(train):
+    parameters = make_parameters()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        used, _ = train(parameters)
+    assert not found and used.stats()["steps"] > 0
+
+
+def test_the_compressor_that_is_used_checks_the_loss_scale_where_others_were_built():
+    parameters = make_parameters()
+    _, optimizer = several_built(parameters)
+    backward(parameters, draw(SHAPES, 2, hvd.rank()))
+    optimizer.synchronize()
+    with optimizer.skip_synchronize(), pytest.raises(RuntimeError, match=r"compression\.loss_scale was never set"):
+        scaler_step(optimizer, parameters)
+
+
+@pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
+def test_a_second_optimizer_for_the_same_layers_is_refused():
+    parameters = make_parameters()
+    compression = sparse(parameters)
+    first = distributed(parameters, compression)
+    step(first, parameters, draw(SHAPES, 0, hvd.rank()))
+    second = distributed(parameters, compression, optimizer=torch.optim.Adam(parameters.values()))
+    with pytest.raises(RuntimeError, match=r"two of Horovod's optimizers reduce the gradient of .*param_groups"):
+        backward(parameters, draw(SHAPES, 1, hvd.rank()))
+    for optimizer in (first, second):
+        optimizer._handles.clear()
+    assert_alive()

@@ -18,6 +18,7 @@ class Trainer:
     """A model, its compressor under DistributedDataParallel, and plain SGD.
 
     layout: the model's memory format. ddp: options; by default, DDP has three buckets for SHAPES from its second step.
+    freezes: a parameter that is frozen after DDP was built, and before its compressor is registered.
     """
 
     KINDS = ("residual", "velocity")
@@ -30,11 +31,14 @@ class Trainer:
         dtype=torch.float32,
         layout=torch.contiguous_format,
         ddp=None,
+        freezes=None,
         **settings,
     ):
         self.model, self.lr = Terms(draw(shapes, step=0, rank=0, seed=1), dtype).to(memory_format=layout), lr
         self.compression = getattr(Compression, method)(self.model.named(), **settings)
         self.ddp = DistributedDataParallel(self.model, **{"bucket_cap_mb": 0.00005, **(ddp or {})})
+        if freezes is not None:
+            self.model[freezes].requires_grad_(False)
         self.compression.register(self.ddp)
 
     def backward(self, gradients):

@@ -121,6 +121,18 @@ def test_a_gradient_of_zeros_is_that_of_a_parameter_that_was_used(option, method
         torch.testing.assert_close(other[one], plain[one], rtol=0.0, atol=1e-5)
 
 
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_a_layer_that_was_frozen_at_register_trains_later(option):
+    plain, other = Trainer(**SETTINGS), Trainer(ddp={option: True}, freezes="body.weight", **SETTINGS)
+    other.model["body.weight"].requires_grad_(True)
+    for step in range(6):
+        gradients = draw(SHAPES, step, dist.get_rank())
+        for trainer in (plain, other):
+            trainer.step(gradients)
+    for (name, one), (_, found) in zip(plain.model.named(), other.model.named(), strict=True):
+        torch.testing.assert_close(found, one, rtol=0.0, atol=1e-5, msg=name)
+
+
 @pytest.mark.parametrize("method", ["dgc", "dgc, joint", "dgc, dense", "samomentum"])
 def test_what_the_grad_of_an_unused_parameter_still_has_is_not_sent(method):
     """As of two networks in one DDP whose optimizers set only their own gradients to zero."""

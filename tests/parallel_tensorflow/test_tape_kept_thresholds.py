@@ -11,6 +11,7 @@ import tensorflow as tf
 from gradients import draw
 from tf_helpers import Reducer, make_variables, several
 
+from hvd_sparse.schedule import Schedule
 from hvd_sparse.tensorflow import Compression
 
 pytestmark = several
@@ -78,6 +79,36 @@ def test_a_turn_in_a_drained_step_is_made_up_for():
             last[name] = value, age + 1 if value == before else 1
         ages.append(max(age for _, age in last.values()))
     assert 8 <= max(ages) <= 11, ages
+
+
+class Alternating(Schedule):
+    """Every fourth step is dense, as the same turns of every life-span of eight steps are."""
+
+    def density(self, step):
+        return 1.0 if step % 4 == 0 else 0.01
+
+    def describe(self):
+        return "alternating"
+
+
+@pytest.mark.parametrize("kind", ["dense", "absent"])
+def test_a_turn_in_a_step_that_does_not_use_the_threshold_is_made_up_for(kind):
+    """No threshold is used for much longer than its 8 steps, though each variable has its turns in such steps."""
+    shapes, last, ages = {"one": (2000,), "other": (1500,)}, {}, []
+    density = Alternating() if kind == "dense" else 0.01
+    variables = make_variables(shapes)
+    compression = Compression.dct(list(variables.values()), density, lifespan=8, band=None, min_numel=100)
+    reduce = Reducer(variables, compression, op=hvd.Sum)
+    for t in range(80):
+        gradients = draw(shapes, t, hvd.rank())
+        if kind == "absent":
+            del gradients["one" if t % 2 else "other"]
+        reduce(gradients)
+        for name, numbers in compression.state_dict()["thresholds"].items():
+            before, age = last.get(name, (0.0, 0))
+            last[name] = float(numbers[0]), age + 1 if float(numbers[0]) == before else 1
+        ages.append(max(age for _, age in last.values()))
+    assert 6 <= max(ages) <= 10, ages
 
 
 def few(t):

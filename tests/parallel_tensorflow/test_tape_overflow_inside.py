@@ -90,6 +90,16 @@ def test_a_state_of_another_method_is_refused_on_every_rank():
     assert memory_of(ours, "weight").any()
 
 
+def test_a_checkpoint_of_another_method_is_refused_on_every_rank(tmp_path):
+    theirs, ours = make("cltk"), make("samomentum")
+    theirs(draw(SHAPES, 0, hvd.rank()))
+    path = tf.train.Checkpoint(compression=theirs.compression).save(str(tmp_path / "checkpoint"))
+    tf.train.Checkpoint(compression=ours.compression).restore(path)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="has restored the error feedback of .* another method"):
+        ours(draw(SHAPES, 1, hvd.rank()))
+    assert_alive()
+
+
 @pytest.mark.parametrize("kind", ["residual", "velocity"])
 def test_a_state_that_is_not_finite_is_refused_on_every_rank(kind):
     """On one rank alone it is bad; every rank hears which one, and of which buffer, and keeps what it had."""

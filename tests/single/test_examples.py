@@ -261,10 +261,11 @@ def test_an_asynchronous_run_in_words():
     everyone |= {"staleness": {"2": 10, "0": 100, "70": 1}, "departures": {1: "", 3: "RuntimeError: no"}}
     worker = {"pushes": 50, "repeated": 0, "non_finite": 1, "seconds": 9.0, "seconds_waiting": 1.0}
     ways = {f"{what}_{way}": 10.0 for what in ("ratio", "density") for way in ("up", "down")}
-    lines = module.report({**worker, **ways, "bytes_up": 1023, "bytes_down": 2**20, "all": everyone}).splitlines()
+    sizes = {"bytes_up": 1023, "bytes_down": 2**20 + 2048, "bytes_model": 2048}
+    lines = module.report({**worker, **ways, **sizes, "all": everyone}).splitlines()
     assert any("1 gradients not finite" in line for line in lines)
     assert "left early   worker 3: RuntimeError: no" in lines
     assert any(line.split()[:3] == ["up", "1023", "B,"] for line in lines)
-    assert any("1.0 MiB, ratio 10.0" in line for line in lines)
+    assert any("1.0 MiB and the model, 2.0 KiB, ratio 10.0" in line for line in lines)
     assert [line.split()[:2] for line in lines if "#" in line] == [["0", "100"], ["2", "10"]]
     assert lines[-1].split() == ["11+", "1"] and "2.0 GiB" in "".join(lines)

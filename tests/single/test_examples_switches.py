@@ -52,6 +52,7 @@ REFUSED = [
     ),
     ("micro", ["--ranks-per-host", "2"], "--ranks-per-host is for --exchange hierarchical"),
     ("dgc", ["--exchange", "auto", "--between-hosts", "gather"], "leave it out with --exchange auto"),
+    ("micro", ["--exchange", "reduce_scatter"], "--method micro: exchange must be one of 'gather', 'hierarchical'"),
 ]
 EXAMPLES_OF_METHODS = [
     "pytorch_digits",
@@ -196,6 +197,23 @@ def test_the_comparison_refuses_settings_of_dense_methods(load, capsys, monkeypa
     assert refused.value.code == 2 and "none has no settings, got 'density=0.5'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ("dgc:foo=1", "dgc:foo=1: "),
+        ("dgc:values=int3", "dgc:values=int3: values must be one of 'float32',"),
+        ("hard_threshold:value=-1", "hard_threshold:value=-1: value must be"),
+    ],
+)
+def test_the_comparison_refuses_settings_before_it_starts(method, told, load, capsys, monkeypatch):
+    compare = load("compare_methods")
+    monkeypatch.setitem(compare.FRAMEWORKS, "pytorch", "no_such_module")
+    monkeypatch.setattr(sys, "argv", ["compare_methods.py", "--methods", "none", "hard_threshold", method])
+    with pytest.raises(SystemExit) as refused:
+        compare.parse_arguments()
+    assert refused.value.code == 2 and told in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("size", "method", "is_told"), [(1, "dgc", True), (1, "none", False), (2, "dgc", False)])
 def test_one_process_is_told_that_it_trains_dense(size, method, is_told, load, capsys):
     parse(load, ["--method", method, "--quiet"], size)
@@ -232,11 +250,46 @@ def test_powersgd_has_plots_of_its_own(rank, name, load, monkeypatch):
     assert paths == [f"digits-{name}.png", f"transformer-{name}.png"]
 
 
-def test_the_hybrid_example_refuses_a_lifespan_of_dense_gradients(load, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["pytorch_dct_hybrid.py", "--dp-density", "1", "--lifespan", "5"])
-    with pytest.raises(SystemExit):
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--dp-density", "1", "--lifespan", "5"], "--lifespan is for --dp-density below 1"),
+        (["--stages", "1", "--threshold", "laplace"], "--threshold is for --stages 2, 3: leave it out with --stages 1"),
+        (["--stages", "1", "--density", "0.1"], "--density is for --stages 2, 3"),
+        (["--batch-size", "4", "--micro-batches", "5"], "--batch-size 4 is less than --micro-batches 5"),
+    ],
+)
+def test_the_hybrid_example_refuses_what_has_no_effect(options, told, load, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pytorch_dct_hybrid.py", *options])
+    with pytest.raises(SystemExit) as refused:
         load("pytorch_dct_hybrid").parse_arguments()
-    assert "--lifespan is for --dp-density below 1" in capsys.readouterr().err
+    assert refused.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_the_model_parallel_examples_refuse_empty_micro_batches(load, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pytorch_dct_mp.py", "--batch-size", "4", "--micro-batches", "9"])
+    with pytest.raises(SystemExit) as refused:  # the TensorFlow example calls the same function
+        load("model_parallel_run").parse_arguments("")
+    assert refused.value.code == 2 and "--batch-size 4 is less than --micro-batches 9" in capsys.readouterr().err
+
+
+def test_wrong_numbers_of_ranks_are_told_in_one_line(load, monkeypatch):
+    """The plugin raises ValueError; the examples end with its message."""
+
+    def refuse(*arguments, **options):
+        raise ValueError("got 3 ranks")
+
+    run, example = load("asynchronous_run"), load("pytorch_dct_hybrid")
+    monkeypatch.setattr(example, "hybrid", refuse)
+    task = type("Task", (run.Digits,), {"make_model": lambda self: None})
+    for name, options, start in (
+        ("pytorch_dct_hybrid.py", [], example.parse_arguments),
+        ("pytorch_dgs.py", ["--servers", "colocated"], lambda: run.run("", "", {"digits": task}, id, refuse, None)),
+    ):
+        monkeypatch.setattr(sys, "argv", [name, *options])
+        with pytest.raises(SystemExit) as refused:
+            start()
+        assert refused.value.code == "got 3 ranks"
 
 
 def test_training_both_ways_gives_a_compressor_its_switches(monkeypatch, tmp_path):

@@ -62,6 +62,22 @@ def test_a_turn_in_a_drained_step_is_made_up_for(lifespan, band):
     assert made_up >= 10
 
 
+def test_a_turn_in_a_step_that_does_not_use_the_threshold_is_made_up_for():
+    settings = Settings.dct(None, lifespan=8, band=None)
+    turns, threshold = Turns(settings, 3), KeptThreshold(settings, 1, 3)
+    turn = next(step for step in range(64, 80) if turns.refreshes(step, 1))
+    for step in range(turn):
+        threshold.plan(step, K, N)
+        threshold.learn(K, 1.0, K)
+    threshold.miss(turn)
+    threshold.restore(threshold.numbers())
+    threshold.miss(turn + 1)
+    assert threshold.plan(turn + 2, K, N).k == K
+    threshold.learn(K, 1.0, K)
+    threshold.miss(turn + 3)
+    assert threshold.plan(turn + 4, K, N).k == 0
+
+
 def test_a_state_without_a_threshold_takes_one():
     """As in a checkpoint that an older version saved at 0.0."""
     threshold = kept()

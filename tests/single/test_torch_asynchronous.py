@@ -198,6 +198,18 @@ def test_sparse_gradients(join):
     same(numbers(ours), numbers(theirs), rtol=1e-6, atol=1e-6)
 
 
+def test_the_ratio_of_answers_is_without_the_model(join):
+    model = network()
+    session = join(model)
+    dense, first = 4 * sum(one.numel() for one in model.parameters()), session.stats()
+    assert first["bytes_model"] == dense < first["bytes_down"]
+    learn(model, session.optimizer(lr=0.1), 3)
+    session.synchronize()
+    stats = session.stats()
+    assert stats["bytes_model"] == dense
+    assert stats["ratio_down"] == pytest.approx(3 * dense / (stats["bytes_down"] - dense), rel=1e-12)
+
+
 def test_gradient_scaler(join):
     """It scales back before the step, and leaves a step with infinite gradients out: nothing is pushed."""
     ours, theirs = network(), network()

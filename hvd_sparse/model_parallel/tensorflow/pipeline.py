@@ -35,10 +35,11 @@ class Pipeline(shared.Pipeline):
 
     Args:
         stage: A Keras model or layer, or any callable with `trainable_variables`. It runs eagerly; to compile it, make
-            its call a `tf.function`, which in Keras must have the argument `training`. It gets `training=` if it has
-            this argument or is of Keras, whose inner layers then get it, too (Keras 3.0 to 3.9: only if its call has
-            it). A returned tuple becomes the arguments of the next stage, a dict its keyword arguments; but a stage
-            with a single argument, such as a functional model of several inputs, gets the tuple or dict itself.
+            its call a `tf.function`, which in Keras must have the argument `training` (an inner layer's should have it,
+            too, and is not checked). It gets `training=` if it has this argument or is of Keras, whose inner layers
+            then get it, too (Keras 3.0 to 3.9: only if its call has it). A returned tuple becomes the arguments of the
+            next stage, a dict its keyword arguments; but a stage with a single argument, such as a functional model of
+            several inputs, gets the tuple or dict itself.
             Tensors of integers and bool are sent without a gradient. The losses that its layers add (`stage.losses`, as
             of a regularizer) are trained, too; their mean over micro-batches is not part of the loss that `step`
             returns. In a `tf.function`, only those of weights are.

@@ -9,7 +9,7 @@ import torch
 from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.threshold import SMALLEST, Plan, make_threshold
 from hvd_sparse.torch import bucket_ops, device, ops, varying_ops
-from hvd_sparse.torch.codecs.base import Arrivals, Bucket, BucketCodec, cleared, in_training, sum_buffer
+from hvd_sparse.torch.codecs.base import Arrivals, Bucket, BucketCodec, Round, cleared, in_training, sum_buffer
 from hvd_sparse.torch.error_feedback import decays, destinations
 from hvd_sparse.wire import largest_payload
 
@@ -39,11 +39,24 @@ class Threshold(BucketCodec):
             name: make_threshold(self.algorithm, position, len(names)) for position, name in enumerate(names)
         }
         self._own: dict[str, Filtered] = {}  # by bucket: this rank's payloads
+        self._planned: set[str] = set()  # the tensors that this step has filtered
 
     @property
     def thresholds(self) -> Mapping:
         """The thresholds that persist across steps, by tensor."""
         return self._thresholds
+
+    def begin(self, now: Round) -> None:
+        """Begin a step."""
+        super().begin(now)
+        self._planned.clear()
+
+    def end(self) -> None:
+        """End a complete step; tensors that it sent dense, or not at all, have not used their thresholds."""
+        super().end()
+        for name, threshold in self._thresholds.items():
+            if name not in self._planned:
+                threshold.miss(self.now.number)
 
     def plan(self, names: Sequence[str], prefix: str) -> list[Bucket]:
         """Return the buckets of these tensors."""
@@ -150,6 +163,7 @@ class Threshold(BucketCodec):
 
     def _plan_of(self, name: str) -> Plan:
         payload = self._payload(name)
+        self._planned.add(name)
         return self._thresholds[name].plan(self.now.number, payload.k, payload.n)
 
     def _layout_of(self, names: Iterable[str], own: Filtered) -> BucketLayout:
