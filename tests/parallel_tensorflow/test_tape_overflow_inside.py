@@ -95,7 +95,7 @@ def test_a_checkpoint_of_another_method_is_refused_on_every_rank(tmp_path):
     theirs(draw(SHAPES, 0, hvd.rank()))
     path = tf.train.Checkpoint(compression=theirs.compression).save(str(tmp_path / "checkpoint"))
     tf.train.Checkpoint(compression=ours.compression).restore(path)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="has restored the error feedback of .* another method"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"has restored the error .*another method"):
         ours(draw(SHAPES, 1, hvd.rank()))
     assert_alive()
 
