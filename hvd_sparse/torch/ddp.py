@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.checks import some
@@ -153,7 +154,7 @@ class DDPCompressor(Compressor):
         A gradient does not tell it: for a parameter that was not used, DDP passes what its `grad` still has, and the
         gradient of one that was used may be zero.
         """
-        handles = []
+        handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove, handles)  # the parameters may live on, under another DDP
         for name in self._parameters:
             parameter = self._parameters[name]
