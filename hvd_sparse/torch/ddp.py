@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
-from torch.utils.hooks import RemovableHandle
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.checks import some
