@@ -84,7 +84,7 @@ class SparseCompressor(Compressor):
                 if not step.arrivals:
                     self._optimizer_checks.check_reduction([parameters[name]], DISCARDED)
                 if name in step.arrivals:  # the step was given up: its optimizer never stepped
-                    self._refuse_two_optimizers(name)
+                    self._refuse_two_optimizers(step.arrivals[name], tensor)
                     self._begin()
                 arrival = self._arrival_of(name, tensor, not parameters[name].requires_grad)
                 carried = step.add(arrival)
@@ -118,13 +118,14 @@ class SparseCompressor(Compressor):
                 self._end()
             return result
 
-    def _refuse_two_optimizers(self, name: str) -> None:
-        """Raise RuntimeError if a gradient comes from another optimizer than the one of the step under way."""
-        optimizer = calling_optimizer(self)
-        if optimizer is not None and self._optimizers.is_by_another(optimizer):
+    def _refuse_two_optimizers(self, arrival: Arrival, tensor: torch.Tensor) -> None:
+        """Raise RuntimeError if the gradient of an arrival, unchanged, comes again from another optimizer."""
+        optimizer, is_same = calling_optimizer(self), arrival.passed is tensor and arrival.version == tensor._version
+        if is_same and optimizer is not None and self._optimizers.is_by_another(optimizer):
             raise RuntimeError(
-                f"hvd_sparse: two of Horovod's optimizers reduce the gradient of {name}. The hooks of the first one "
-                "stay at the parameters: change its param_groups, or build model, optimizer and compressor anew"
+                f"hvd_sparse: two of Horovod's optimizers reduce the gradient of {arrival.name}. The hooks of the "
+                "first one stay at the parameters: change its param_groups, or build model, optimizer and compressor "
+                "anew"
             )
 
     def register(self, model: object) -> None:
