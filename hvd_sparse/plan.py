@@ -324,8 +324,8 @@ def report(args: argparse.Namespace, network: Network, world_size: int) -> str:
         lines.append(f"{fastest.method.name} is {gain:.2f} times as fast, but may cost more accuracy.")
     if best.changes_fewer:
         lines.append("It changes fewer elements in a step than a gather, so it may cost accuracy: compare.")
-    if best.is_for_long_runs:
-        short, _ = recommend([one for one in used if not one.is_for_long_runs], network, world_size)
+    short, _ = recommend([one for one in used if not one.is_for_long_runs], network, world_size)
+    if short is not best:
         lines.append(f"With fewer than 10,000 steps: {short.method.name}")
     if "momentum" in best.call:
         lines.append("warmup_steps: a tenth of the run's steps; momentum of the optimizer: 0")
@@ -341,7 +341,8 @@ def row(one: Candidate, plain: Method, network: Network, world_size: int) -> str
         limit = break_even(method, plain, network, world_size)
         pays = "any" if step < base else "never"
         if limit is not None:
-            pays = f"{'<' if (step < base) == (network.bandwidth < limit) else '>'} {limit / 1e9:.3g} Gbit/s"
+            rounded = f"{limit / 1e9:,.0f}" if limit >= 1e12 else f"{limit / 1e9:.3g}"
+            pays = f"{'<' if (step < base) == (network.bandwidth < limit) else '>'} {rounded} Gbit/s"
         ranks = most_ranks(one, plain, network, world_size) if step < base else None
         most = "-" if ranks is None else "any" if ranks >= MOST_RANKS else str(ranks)
     return (

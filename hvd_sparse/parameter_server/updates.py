@@ -85,6 +85,12 @@ class KeptSelection:
         self.state[:] = self._threshold.numbers()
         return indices
 
+    def miss(self, step: int) -> None:
+        """Note that a push has not used the threshold: see `KeptThreshold.miss`."""
+        self._threshold.restore(self.state)
+        self._threshold.miss(step)
+        self.state[:] = self._threshold.numbers()
+
 
 def groups_of(pieces: list[Piece], begin: int, method: Method) -> list[Group]:
     """Return the groups of pieces, relative to `begin`.

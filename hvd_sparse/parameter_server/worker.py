@@ -236,6 +236,8 @@ class Worker:
             self.traffic.non_finite += not native.accumulate(*memory, **rule)
         if 0 < k < residual.size:
             return piece.begin + kept.select(residual, k, self.step)
+        if kept is not None:
+            kept.miss(self.step)
         return np.arange(piece.begin, piece.end) if k else None
 
     def _addition(self, piece: Piece, gradient, lr, weight_decay) -> tuple[tuple, dict]:

@@ -129,7 +129,7 @@ class Step:
         buckets = self.codec.encode(sparse, inner) if sparse else []
         self._vote(now, arrivals, inner.units)
         inner.overflow, inner.ignores_payloads, inner.agrees = now.overflow, now.ignores_payloads, now.agrees
-        sent = self.codec.learn(buckets, inner) if sparse else []
+        sent = self.codec.learn(buckets, inner) if sparse else self.codec.miss(inner)
         for bucket in buckets:
             sent += self.codec.decode(bucket, self.codec.collect(bucket, inner), inner)
         if self.hosts is not None:

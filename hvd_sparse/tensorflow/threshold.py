@@ -88,6 +88,10 @@ class ConstantThresholds:
         """Do nothing: a fixed threshold does not adapt."""
         return []
 
+    def miss(self, step) -> list[tf.Operation]:
+        """Do nothing: a fixed threshold has no turn to miss."""
+        return []
+
 
 class KeptThresholds:
     """The thresholds of DCT: `hvd_sparse.threshold.KeptThreshold` for all variables, in tf.Variables."""
@@ -103,8 +107,7 @@ class KeptThresholds:
     def plan(self, step, names: list[str], counts, is_active) -> FilterArguments:
         """Return a float64 threshold for each variable, NEVER unless active; and k to refresh it, else 0."""
         rows = [self.rows[name] for name in names]
-        planned = tf.numpy_function(lambda n: self._plan(int(n)), [step], (tf.bool, tf.bool), stateful=False)
-        self._turn, all_drains = (tf.ensure_shape(turns, [len(self.rows)]) for turns in planned)
+        self._turn, all_drains = self._turns_of(step)
         refreshes, drains = tf.gather(self._turn, rows), tf.gather(all_drains, rows)
         kept, known = (tf.gather(variable.read_value(), rows) for variable in self.variables)
         due = refreshes | tf.equal(kept, 0.0) | tf.not_equal(known, tf.cast(counts, tf.float64))
@@ -132,16 +135,31 @@ class KeptThresholds:
         taken = tf.maximum(infos[:, 0], SMALLEST)  # 0 means none; zeros are never sent
         changes = (tf.where(self._due, taken, value), tf.where(self._due, k, known))
         is_absent = np.isin(np.arange(len(self.rows)), rows, invert=True)
-        missed = tf.where(self._turn & is_absent)[:, 0]
         return [
             *(v.scatter_update(tf.IndexedSlices(new, rows)) for v, new in zip(self.variables, changes, strict=True)),
-            self._value.scatter_update(tf.IndexedSlices(tf.zeros_like(missed, tf.float64), missed)),
+            self._expire(self._turn & is_absent),
         ]
 
-    def _plan(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return whose turn a step is, and who is drained, bool[rows]."""
-        refreshes = np.array([self._turns.refreshes(step, row) for row in range(len(self.rows))])
-        return refreshes, np.array([self._turns.drains(step, row) for row in range(len(self.rows))])
+    def miss(self, step) -> list[tf.Operation]:
+        """Note that a step has used no threshold: see `hvd_sparse.threshold.KeptThreshold.miss`."""
+        return [self._expire(self._turns_of(step)[0])]
+
+    def _expire(self, expires: tf.Tensor) -> tf.Operation:
+        """Have the next step that uses a threshold renew it, for the rows of bool[rows]."""
+        rows = tf.where(expires)[:, 0]
+        return self._value.scatter_update(tf.IndexedSlices(tf.zeros_like(rows, tf.float64), rows))
+
+    def _turns_of(self, step) -> list[tf.Tensor]:
+        """Return whose turn a step is, and who is drained in it, bool[rows]."""
+
+        def plan(step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            """Return the same as arrays."""
+            rows = range(len(self.rows))
+            refreshes = np.array([self._turns.refreshes(int(step), row) for row in rows])
+            return refreshes, np.array([self._turns.drains(int(step), row) for row in rows])
+
+        planned = tf.numpy_function(plan, [step], (tf.bool, tf.bool), stateful=False)
+        return [tf.ensure_shape(turns, [len(self.rows)]) for turns in planned]
 
 
 class FittedThresholds:
@@ -181,6 +199,10 @@ class FittedThresholds:
         new.append(tf.where(is_active, infos[:, 0], tf.zeros_like(k)))
         changes = zip([*self.variables, self._guesses], new, strict=True)
         return [variable.scatter_update(tf.IndexedSlices(value, rows)) for variable, value in changes]
+
+    def miss(self, step) -> list[tf.Operation]:
+        """Do nothing: each selection has a new threshold."""
+        return []
 
     def _adapt(self, old: np.ndarray, ratio: np.ndarray, density: np.ndarray) -> np.ndarray:
         """Return the variables' next values, float64[variables, rows]."""

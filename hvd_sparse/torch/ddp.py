@@ -39,6 +39,12 @@ class ArrivedBucket(NamedTuple):
     pending: Pending | None  # the all-reduce of these tensors, concatenated
 
 
+FROZEN_THEN = (
+    "hvd_sparse: DistributedDataParallel trains a parameter that its compressor was not built with, as it was frozen "
+    "then: build the compressor from all of the model's named_parameters()"
+)
+
+
 class DDPCompressor(Compressor):
     """A compressor with error feedback for one DistributedDataParallel. The methods of `Compression` make it.
 
@@ -106,9 +112,9 @@ class DDPCompressor(Compressor):
         _check_options(model)
         self._check_group(model)
         self._check_parameters(model)
+        self._note_used()
         model.register_comm_hook(None, self._reduce)
         self._model = weakref.ref(model)
-        self._note_used()
 
     def compress(self, tensor: object) -> None:
         """Raise TypeError: this is the compressor for DistributedDataParallel, where Horovod needs its own."""
@@ -157,6 +163,8 @@ class DDPCompressor(Compressor):
         weakref.finalize(self, _remove, handles)  # the parameters may live on, under another DDP
         for name in self._parameters:
             parameter = self._parameters[name]
+            if parameter.is_inference():  # made in torch.inference_mode(): frozen for good
+                continue
             was_trained = parameter.requires_grad
             parameter.requires_grad_(True)  # PyTorch takes no hook of a frozen one, which may train later
             handles.append(parameter.register_post_accumulate_grad_hook(partial(_note, self._used, name)))
@@ -166,6 +174,8 @@ class DDPCompressor(Compressor):
     def _reduce(self, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         """Compress the gradients of a bucket; finish the step after the last bucket. This is the communication hook."""
         with self._lock:
+            if any(id(parameter) not in self._names for parameter in bucket.parameters()):
+                raise ValueError(FROZEN_THEN)
             names = [self._names[id(parameter)] for parameter in bucket.parameters()]
             with self._traffic.timed("compress"):
                 if self._is_first(bucket, names):

@@ -1,10 +1,11 @@
 """Compression on a CUDA device: which builds support it, and how damaged payloads are reported.
 
-With methods that select exactly k elements and all-gather them, no call waits for the device during backward. Buffers,
-messages, hints and votes are on the device, and the collectives use them there: Horovod must have been built for CUDA.
-The token does not depend on the gradient and stays on the CPU. Raising an error for a damaged payload at once would
-mean waiting for the decoder, so the vote of the next step reports it. Other methods wait for numbers that the host
-needs; docs/cuda.md lists them.
+With methods that select exactly k elements and all-gather them, no call waits for the device during backward, but for
+the norms of `clip_norm` and the scale of a loss scaler that was given as `loss_scale`. Buffers, messages, hints and
+votes are on the device, and the collectives use them there: Horovod must have been built for CUDA. The token does not
+depend on the gradient and stays on the CPU. Raising an error for a damaged payload at once would mean waiting for the
+decoder, so the vote of the next step reports it. Other methods wait for numbers that the host needs; docs/cuda.md lists
+them.
 
 In a hierarchical exchange, or if the build does not support CUDA, gradients are copied to the CPU and back.
 """

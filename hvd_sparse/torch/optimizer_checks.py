@@ -71,11 +71,10 @@ class OptimizerChecks:
         _checks.add(self)
 
     def begin_step(self, scale: float) -> None:
-        """Note that the compressor begins a step with a loss scale. Of several built for a model, one is used."""
-        if not self._is_used:
-            self._is_used = True
+        """Note that the compressor begins a step with a loss scale. Of several for a model, the one in use checks."""
+        self._is_used, self._scale = True, scale
+        if self not in _checks:
             self._replace_others()
-        self._scale = scale
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError if a loss scaler steps whose scale was not set; warn once of a second momentum.

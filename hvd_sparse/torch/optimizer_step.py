@@ -20,7 +20,8 @@ class OptimizerStep(abc.ABC):
     """Runs the optimizer steps of one compressor, one at a time.
 
     In each step all ranks call, in this order: `begin`; `add` for each gradient, in any order; `finish`; `overflowed`;
-    unless that returned true, `result` for each gradient; `end`. `drop` gives up a step on this rank alone.
+    unless that returned true, `result` for each gradient; `end`. To give up a step, all call `finish`, if they have
+    not, and `end`; `drop` gives it up on this rank alone.
 
     Args:
         algorithm: The settings of the method.

@@ -110,10 +110,10 @@ class Alternating(Schedule):
         return "alternating"
 
 
-@pytest.mark.parametrize("kind", ["dense", "frozen", "absent"])
+@pytest.mark.parametrize("kind", ["dense", "frozen", "absent", "all absent"])
 def test_a_turn_in_a_step_that_does_not_use_the_threshold_is_made_up_for(kind):
     """No threshold is used for much longer than its 8 steps, though each tensor has its turns in such steps."""
-    shapes = {"one": (2000,), "other": (1500,)}
+    shapes = {"one": (2000,), "other": (1500,), "small": (20,)}
     parameters, last, ages = make_parameters(shapes), {}, []
     density = Alternating() if kind == "dense" else 0.01
     compression = Compression.dct(parameters.items(), density, lifespan=8, band=None, min_numel=100)
@@ -122,12 +122,15 @@ def test_a_turn_in_a_step_that_does_not_use_the_threshold_is_made_up_for(kind):
         left_out = "one" if t % 2 else "other"
         if kind == "absent":
             del gradients[left_out]
+        if kind == "all absent" and t % 2:
+            gradients = {"small": gradients["small"]}
         for name, parameter in parameters.items():
             parameter.requires_grad_(kind != "frozen" or name != left_out)
         drive(compression, parameters, gradients)
-        for name, numbers in compression.state_dict()["thresholds"].items():
-            before, age = last.get(name, (0.0, 0))
-            last[name] = float(numbers[0]), age + 1 if float(numbers[0]) == before else 1
+        thresholds = compression.state_dict()["thresholds"]
+        for name in ("one", "other"):
+            value, (before, age) = float(thresholds[name][0]), last.get(name, (0.0, 0))
+            last[name] = value, age + 1 if value == before else 1
         ages.append(max(age for _, age in last.values()))
     assert 6 <= max(ages) <= 10, ages
 

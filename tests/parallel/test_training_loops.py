@@ -319,6 +319,18 @@ def test_the_compressor_that_is_used_checks_the_loss_scale_where_others_were_bui
         scaler_step(optimizer, parameters)
 
 
+def test_the_compressor_that_is_used_checks_the_loss_scale_where_another_is_built_later():
+    parameters = make_parameters()
+    _, optimizer = several_built(parameters)
+    later = Compression.topk(parameters.items())
+    step(optimizer, parameters, draw(SHAPES, 2, hvd.rank()))
+    backward(parameters, draw(SHAPES, 3, hvd.rank()))
+    optimizer.synchronize()
+    with optimizer.skip_synchronize(), pytest.raises(RuntimeError, match=r"compression\.loss_scale was never set"):
+        scaler_step(optimizer, parameters)
+    assert later.stats()["steps"] == 0
+
+
 @pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
 def test_a_second_optimizer_for_the_same_layers_is_refused():
     parameters = make_parameters()

@@ -91,10 +91,10 @@ class Alternating(Schedule):
         return "alternating"
 
 
-@pytest.mark.parametrize("kind", ["dense", "absent"])
+@pytest.mark.parametrize("kind", ["dense", "absent", "all absent"])
 def test_a_turn_in_a_step_that_does_not_use_the_threshold_is_made_up_for(kind):
     """No threshold is used for much longer than its 8 steps, though each variable has its turns in such steps."""
-    shapes, last, ages = {"one": (2000,), "other": (1500,)}, {}, []
+    shapes, last, ages = {"one": (2000,), "other": (1500,), "small": (20,)}, {}, []
     density = Alternating() if kind == "dense" else 0.01
     variables = make_variables(shapes)
     compression = Compression.dct(list(variables.values()), density, lifespan=8, band=None, min_numel=100)
@@ -103,10 +103,13 @@ def test_a_turn_in_a_step_that_does_not_use_the_threshold_is_made_up_for(kind):
         gradients = draw(shapes, t, hvd.rank())
         if kind == "absent":
             del gradients["one" if t % 2 else "other"]
+        if kind == "all absent" and t % 2:
+            gradients = {"small": gradients["small"]}
         reduce(gradients)
-        for name, numbers in compression.state_dict()["thresholds"].items():
-            before, age = last.get(name, (0.0, 0))
-            last[name] = float(numbers[0]), age + 1 if float(numbers[0]) == before else 1
+        thresholds = compression.state_dict()["thresholds"]
+        for name in ("one", "other"):
+            value, (before, age) = float(thresholds[name][0]), last.get(name, (0.0, 0))
+            last[name] = value, age + 1 if value == before else 1
         ages.append(max(age for _, age in last.values()))
     assert 6 <= max(ages) <= 10, ages
 

@@ -117,8 +117,8 @@ class ThresholdBoundary(torch.nn.Module):
     def _count(self, kept: torch.Tensor | int, numel: int) -> None:
         if _is_recomputing():
             return
-        self._last[0] = kept
-        self._last[1] = numel
+        self._last[0].fill_(kept)  # not a copy from the host, which would wait for the device
+        self._last[1].fill_(numel)
         self._total.add_(self._last)
 
 

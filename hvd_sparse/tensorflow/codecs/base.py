@@ -122,6 +122,10 @@ class Codec(abc.ABC):
         """Update the thresholds or hints of the next step's selections."""
         return []
 
+    def miss(self, now: Round) -> list[tf.Operation]:
+        """Update the thresholds in a step without gradients that are sent as payloads."""
+        return []
+
     def accumulate(self, arrivals: list[Arrival], now: Round) -> list[tf.Tensor]:
         """Accumulate each gradient, and return the residuals."""
         residuals = []

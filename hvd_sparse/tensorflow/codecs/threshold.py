@@ -34,6 +34,10 @@ class Threshold(BucketCodec):
         infos = tf.concat([bucket.info for bucket in buckets], 0)
         return self._thresholds.learn([arrival.name for arrival in arrivals], counts, infos, now.is_active)
 
+    def miss(self, now: Round) -> list[tf.Operation]:
+        """Update the thresholds in a step without gradients that are sent as payloads."""
+        return self._thresholds.miss(now.number)
+
     def _filter(self, name: str, arrivals: list[Arrival], plan: dict[str, tf.Tensor], now: Round) -> Bucket:
         """Accumulate, select the elements that reach the thresholds in the members of a bucket, and pack."""
         feedback = [arrival.feedback for arrival in arrivals]
