@@ -198,6 +198,29 @@ def test_a_call_between_two_buckets_of_a_backward_pass_is_refused(call):
     assert_alive()
 
 
+def test_a_parameter_that_was_frozen_when_the_compressor_was_built_is_refused():
+    model = nn.Sequential(linear(), nn.Linear(30, 2))
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    model[0].requires_grad_(False)
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    Compression.gradient_dropping(trained).register(ddp)
+    with pytest.raises(
+        ValueError, match=r"was not built with, as it was frozen then: .* all of"
+    ):
+        ddp(torch.ones(4, 40)).sum().backward()
+    assert_alive()
+
+
+def test_a_frozen_layer_may_be_of_inference_mode():
+    with torch.inference_mode():
+        body = linear().requires_grad_(False)
+    model = nn.Sequential(body, nn.Linear(30, 2))
+    compression = Compression.gradient_dropping(model.named_parameters())
+    compression.register(ddp := DistributedDataParallel(model))
+    ddp(torch.ones(4, 40)).sum().backward()
+    assert compression.stats()["steps"] == 1
+
+
 def test_two_models_side_by_side():
     """Their steps interleave: collectives start in the same order on all ranks."""
     trainers = [Trainer("dgc", density=0.05, momentum=0.9), Trainer("dct", density=0.05)]
