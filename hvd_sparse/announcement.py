@@ -21,5 +21,6 @@ def ranks_apart(waiting: int, world_size: int) -> str:
 
 RANKS_APART = (
     "ranks called load_state_dict(), reset() or state_dict(summed=True), while others have begun a step. Call these on "
-    "every rank, between optimizer steps"
+    "every rank, between optimizer steps. If all ranks call them, because of an error that some had before the first "
+    "gradient: end the step on every rank first, in PyTorch with optimizer.synchronize()"
 )

@@ -226,7 +226,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
 
         Args:
             summed: False: this rank's state. If each rank loads its state, at the same world size, training continues
-                bit for bit as without interruption, but for `dense_fallback="measured"`. True: the sum over all ranks,
+                bit for bit as without interruption (exceptions: docs/training-loops.md). True: the sum over all ranks,
                 the same on each (call it on every rank). Any world size can load this sum; thresholds start anew.
             session: The `tf.compat.v1.Session` of a graph of TensorFlow 1; None otherwise.
 

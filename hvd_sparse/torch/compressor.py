@@ -139,7 +139,7 @@ class Compressor(abc.ABC):
 
         Args:
             summed: False: this rank's state. If each rank loads its state, at the same world size, training continues
-                bit for bit as without interruption, but for `dense_fallback="measured"`. True: the sum over all ranks,
+                bit for bit as without interruption (exceptions: docs/training-loops.md). True: the sum over all ranks,
                 the same on each (call it on every rank). Any world size can load this sum; thresholds start anew.
 
         Returns:

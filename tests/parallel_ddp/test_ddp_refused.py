@@ -204,9 +204,7 @@ def test_a_parameter_that_was_frozen_when_the_compressor_was_built_is_refused():
     model[0].requires_grad_(False)
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     Compression.gradient_dropping(trained).register(ddp)
-    with pytest.raises(
-        ValueError, match=r"was not built with, as it was frozen then: .* all of"
-    ):
+    with pytest.raises(ValueError, match=r"was not built with, as it was frozen then: .* all of"):
         ddp(torch.ones(4, 40)).sum().backward()
     assert_alive()
 
