@@ -309,8 +309,8 @@ PYTHON = [
     (
         "a compressor that was built later has the checks",
         "hvd_sparse/torch/optimizer_checks.py",
-        "self._is_used = True\n            self._replace_others()",
-        "self._is_used = True",
+        "if self not in _checks:",
+        "if False:",
         "torch test_training_loops others_were_built",
     ),
     (
