@@ -10,7 +10,10 @@ import sys
 from tqdm import tqdm
 
 DENSE_METHODS = ("none", "fp16")
-SPARSE_METHODS = tuple("dgc gradient_dropping samomentum dct micro topk cltk sidco random_k hard_threshold".split())
+SPARSE_METHODS = (
+    "dgc",
+    *"gradient_dropping samomentum dct micro topk cltk sidco random_k hard_threshold".split(),
+)
 METHODS = (*DENSE_METHODS, *SPARSE_METHODS)
 LOCAL_MOMENTUM = ("dgc", "samomentum")  # the compressor applies momentum, and the optimizer has none
 SCOPED = (*LOCAL_MOMENTUM, "gradient_dropping", "topk")
@@ -123,10 +126,7 @@ def add_arguments(parser, batch_size, lr, clip_norm=0.0):
     group.add_argument("--nesterov", action="store_true", help="use Nesterov momentum")
     group.add_argument("--weight-decay", type=non_negative, default=0.0, help="(default: %(default)s)")
     group.add_argument(
-        "--clip-norm",
-        type=non_negative,
-        default=clip_norm,
-        help="largest gradient norm; 0 turns clipping off (default: %(default)s)",
+        "--clip-norm", type=non_negative, default=clip_norm, help="largest norm; 0: no clipping (default: %(default)s)"
     )
     group = parser.add_argument_group("run")
     group.add_argument("--seed", type=whole_number, default=0, help="(default: %(default)s)")

@@ -274,7 +274,7 @@ class Compressor(abc.ABC):
                 with torch.no_grad():
                     if not self._has_sent:
                         self._step.finish()
-                    self._step.end()
+                    self._step.end(given_up=True)
         self._drop()
 
     def _drop(self) -> None:

@@ -240,12 +240,13 @@ class HierarchicalStep(OptimizerStep):
             arrival.commit()
         return total
 
-    def end(self) -> None:
-        """End a complete step; the next step expects the same tensors."""
+    def end(self, given_up: bool = False) -> None:
+        """End a step; unless all ranks give it up, the next step expects the same tensors."""
         self._end_collectives()
         if self.inner is not None:
-            self.inner.end()
-        self.expected = tuple(sorted(self.arrivals))
+            self.inner.end(given_up)
+        if not given_up:
+            self.expected = tuple(sorted(self.arrivals))
         self._drop_tensors()
 
     def _drop_tensors(self) -> None:

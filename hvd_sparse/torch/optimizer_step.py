@@ -21,7 +21,7 @@ class OptimizerStep(abc.ABC):
 
     In each step all ranks call, in this order: `begin`; `add` for each gradient, in any order; `finish`; `overflowed`;
     unless that returned true, `result` for each gradient; `end`. To give up a step, all call `finish`, if they have
-    not, and `end`; `drop` gives it up on this rank alone.
+    not, and `end(given_up=True)`; `drop` gives it up on this rank alone.
 
     Args:
         algorithm: The settings of the method.
@@ -94,8 +94,11 @@ class OptimizerStep(abc.ABC):
         """
 
     @abc.abstractmethod
-    def end(self) -> None:
-        """End a complete step; the next step expects the same tensors. Waits for collectives that were left unread."""
+    def end(self, given_up: bool = False) -> None:
+        """End a step; unless all ranks give it up, the next step expects the same tensors.
+
+        Waits for collectives that were left unread.
+        """
 
     @abc.abstractmethod
     def drop(self) -> None:

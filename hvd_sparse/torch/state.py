@@ -55,7 +55,7 @@ def restore_state(step: OptimizerStep, state: dict, exchange: Exchange) -> int:
     for name, part in step.state_parts(state["summed"]).items():
         if part.feedback is not None:
             _fill(part, state["memory"].get(name, {}), growth(state, exchange.size()) if state["summed"] else None)
-    step.forget_tensors()  # those of a step that was given up, too
+    step.reset()
     for name, numbers in state["thresholds"].items():
         step.thresholds[name].restore(numbers.tolist())
     sizes = {name: part.n for name, part in step.state_parts(summed=False).items()}

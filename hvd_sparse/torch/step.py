@@ -196,13 +196,15 @@ class Step(OptimizerStep):
         self._release(wait=True)
         self.traffic.count_gradients(self.arrivals.values(), self.exchange.collectives.token_bytes)
 
-    def end(self) -> None:
-        """End a complete step; the next step expects the same tensors."""
+    def end(self, given_up: bool = False) -> None:
+        """End a step; unless all ranks give it up, the next step expects the same tensors."""
         self._end_collectives()
         self._late = []
         self.codec.end()
-        self.expected = tuple(name for name in sorted(self.arrivals) if name not in self._frozen_everywhere)
-        self._frozen_before, self.arrivals, self._bucket_of = self._frozen_everywhere, {}, {}
+        if not given_up:
+            self.expected = tuple(name for name in sorted(self.arrivals) if name not in self._frozen_everywhere)
+            self._frozen_before = self._frozen_everywhere
+        self.arrivals, self._bucket_of = {}, {}
         for bucket in self._plan:
             bucket.begin_step()
 
