@@ -77,7 +77,7 @@ class OptimizerStep(abc.ABC):
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """Send all that has not been sent: no gradient is compressed after this in the step."""
+        """Send what is left of the step; no gradient is added after this."""
 
     @abc.abstractmethod
     def overflowed(self) -> bool:

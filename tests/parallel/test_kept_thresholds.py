@@ -9,8 +9,8 @@ import pytest
 import torch
 from gradients import draw
 from helpers import assert_ranks_agree, drive, make_parameters
+from turns import Ages, Alternating
 
-from hvd_sparse.schedule import Schedule
 from hvd_sparse.torch import Compression
 
 SHAPES = {"body.weight": (60, 50), "head.weight": (2000,), "bias": (20,)}
@@ -100,21 +100,11 @@ def test_a_jump_of_the_gradients_scale_brings_a_new_threshold(factor):
     assert 5 <= np.mean(counts[25:]) <= 60, counts
 
 
-class Alternating(Schedule):
-    """Every fourth step is dense, as the same turns of every life-span of eight steps are."""
-
-    def density(self, step):
-        return 1.0 if step % 4 == 0 else 0.01
-
-    def describe(self):
-        return "alternating"
-
-
 @pytest.mark.parametrize("kind", ["dense", "frozen", "absent", "all absent"])
 def test_a_turn_in_a_step_that_does_not_use_the_threshold_is_made_up_for(kind):
     """No threshold is used for much longer than its 8 steps, though each tensor has its turns in such steps."""
     shapes = {"one": (2000,), "other": (1500,), "small": (20,)}
-    parameters, last, ages = make_parameters(shapes), {}, []
+    parameters, ages = make_parameters(shapes), Ages()
     density = Alternating() if kind == "dense" else 0.01
     compression = Compression.dct(parameters.items(), density, lifespan=8, band=None, min_numel=100)
     for t in range(80):
@@ -129,10 +119,8 @@ def test_a_turn_in_a_step_that_does_not_use_the_threshold_is_made_up_for(kind):
         drive(compression, parameters, gradients)
         thresholds = compression.state_dict()["thresholds"]
         for name in ("one", "other"):
-            value, (before, age) = float(thresholds[name][0]), last.get(name, (0.0, 0))
-            last[name] = value, age + 1 if value == before else 1
-        ages.append(max(age for _, age in last.values()))
-    assert 6 <= max(ages) <= 10, ages
+            ages.note(name, float(thresholds[name][0]))
+    assert 6 <= ages.oldest <= 10
 
 
 @pytest.mark.parametrize("band", [1.0, 0.0, float("inf"), "4"])

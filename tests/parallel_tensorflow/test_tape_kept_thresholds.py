@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 from gradients import draw
 from tf_helpers import Reducer, make_variables, several
+from turns import Ages, Alternating
 
-from hvd_sparse.schedule import Schedule
 from hvd_sparse.tensorflow import Compression
 
 pytestmark = several
@@ -81,20 +81,10 @@ def test_a_turn_in_a_drained_step_is_made_up_for():
     assert 8 <= max(ages) <= 11, ages
 
 
-class Alternating(Schedule):
-    """Every fourth step is dense, as the same turns of every life-span of eight steps are."""
-
-    def density(self, step):
-        return 1.0 if step % 4 == 0 else 0.01
-
-    def describe(self):
-        return "alternating"
-
-
 @pytest.mark.parametrize("kind", ["dense", "absent", "all absent"])
 def test_a_turn_in_a_step_that_does_not_use_the_threshold_is_made_up_for(kind):
     """No threshold is used for much longer than its 8 steps, though each variable has its turns in such steps."""
-    shapes, last, ages = {"one": (2000,), "other": (1500,), "small": (20,)}, {}, []
+    shapes, ages = {"one": (2000,), "other": (1500,), "small": (20,)}, Ages()
     density = Alternating() if kind == "dense" else 0.01
     variables = make_variables(shapes)
     compression = Compression.dct(list(variables.values()), density, lifespan=8, band=None, min_numel=100)
@@ -108,10 +98,8 @@ def test_a_turn_in_a_step_that_does_not_use_the_threshold_is_made_up_for(kind):
         reduce(gradients)
         thresholds = compression.state_dict()["thresholds"]
         for name in ("one", "other"):
-            value, (before, age) = float(thresholds[name][0]), last.get(name, (0.0, 0))
-            last[name] = value, age + 1 if value == before else 1
-        ages.append(max(age for _, age in last.values()))
-    assert 6 <= max(ages) <= 10, ages
+            ages.note(name, float(thresholds[name][0]))
+    assert 6 <= ages.oldest <= 10
 
 
 def few(t):

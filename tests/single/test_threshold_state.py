@@ -4,11 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
+from turns import Ages, Alternating
 
 from hvd_sparse.algorithms import Settings
 from hvd_sparse.parameter_server import DCTAsync, Simulation
 from hvd_sparse.partition import ScaledThreshold
-from hvd_sparse.schedule import Schedule
 from hvd_sparse.threshold import KeptThreshold, Turns
 
 K, N = 10, 1000
@@ -81,29 +81,17 @@ def test_a_turn_in_a_step_that_does_not_use_the_threshold_is_made_up_for():
     assert threshold.plan(turn + 4, K, N).k == 0
 
 
-class Alternating(Schedule):
-    """Every fourth push is dense, as the same turns of every life-span of eight pushes are."""
-
-    def density(self, step):
-        return 1.0 if step % 4 == 0 else 0.01
-
-    def describe(self):
-        return "alternating"
-
-
 def test_a_turn_in_a_dense_push_is_made_up_for():
     method = DCTAsync(density=Alternating(), lifespan=8, band=None, min_numel=100)
-    shapes, random, ages = {"one": (2000,), "other": (1500,)}, np.random.default_rng(0), {}
+    shapes, random = {"one": (2000,), "other": (1500,)}, np.random.default_rng(0)
+    ages = {name: Ages() for name in shapes}
     simulation = Simulation(method, {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, 1)
     for _ in range(80):
         gradients = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
         simulation.step(0, lambda *_, now=gradients: now, 0.1)
         for name in shapes:
-            value = float(simulation.workers[0]._kept[name].state[0])
-            before, age, oldest = ages.get(name, (0.0, 0, 0))
-            age = age + 1 if value == before else 1
-            ages[name] = value, age, max(age, oldest)
-    assert all(6 <= oldest <= 10 for _, _, oldest in ages.values()), ages
+            ages[name].note(name, float(simulation.workers[0]._kept[name].state[0]))
+    assert all(6 <= own.oldest <= 10 for own in ages.values())
 
 
 def test_a_state_without_a_threshold_takes_one():
