@@ -110,7 +110,7 @@ class Codec:
         self.sent = 0  # elements sent in the last step
 
     def count(self, sent: int) -> None:
-        """Count like `hvd_sparse.traffic.Traffic`."""
+        """Count like `hvd_sparse.torch.traffic.Traffic`."""
         self.sent += sent
 
     def compress(self, gradients: list[torch.Tensor]) -> None:

@@ -17,6 +17,11 @@ class BucketLayout(NamedTuple):
     is_joint: bool = False
 
 
+def of_each(weight_decay: float | Sequence[float], members: Sequence) -> list[float]:
+    """Return one weight decay for each member of a bucket."""
+    return [weight_decay] * len(members) if isinstance(weight_decay, int | float) else list(weight_decay)
+
+
 def plan_buckets(sizes: Mapping[str, int], bucket_bytes: int, prefix: str) -> dict[str, list[str]]:
     """Divide payloads, {tensor name: bytes}, in name order into buckets of at most `bucket_bytes` or one payload.
 

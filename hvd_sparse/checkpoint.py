@@ -180,9 +180,9 @@ def _permissions(path: str | os.PathLike) -> int:
     return 0o666 & ~mask
 
 
-def growth(state: Mapping, ranks: int) -> float:
+def growth(state: Mapping, world_size: int) -> float:
     """Return the factor of a summed state's sums on this number of ranks."""
-    return ranks / state["ranks"] if state.get("averages", True) else 1.0
+    return world_size / state["ranks"] if state.get("averages", True) else 1.0
 
 
 def share_of(total: np.ndarray, place: int, count: int, factor: float = 1.0) -> np.ndarray:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from hvd_sparse.checks import some
 
-AGREE_SECONDS = 600  # how long a rank waits for the others in a check
+CHECK_SECONDS = 600  # how long a rank waits for the others in a check
 DIGEST_BYTES = 32
 
 

@@ -1,8 +1,8 @@
 """The native functions on NumPy arrays, without any framework: for parameter servers, reduce-scatters and `plan`.
 
 What a function computes is specified by the one of the same name in `hvd_sparse.reference`, in NumPy. Arrays are
-float32, one-dimensional and contiguous; indices int64. Bad arguments and damaged payloads raise ValueError. Calls run
-in the caller's thread, and let others run meanwhile.
+one-dimensional and contiguous, float32 unless a function says otherwise; indices int64. Bad arguments and damaged
+payloads raise ValueError. Calls run in the caller's thread, and let others run meanwhile.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Calls into the native functions on rows of matrices and on their masks, on NumPy arrays, without any framework.
+"""Calls into the native functions that pack the masked elements of matrices, on NumPy arrays, without any framework.
 
 Every function has a twin of the same name in `hvd_sparse.reference`, which specifies it. Values are a contiguous matrix
 of float32, float64, float16, ml_dtypes.bfloat16, or, where `value_dtype="bfloat16"` says so, of the bits of bfloat16 as
@@ -20,7 +20,6 @@ from hvd_sparse.native_call import (
     checked,
     declare,
     make_form,
-    values_type,
 )
 from hvd_sparse.wire import VALUE_BYTES, VALUE_DTYPES, payload_size
 
@@ -33,80 +32,13 @@ class _Matrix(ctypes.Structure):
 
 declare(
     {
-        "select_top_k_rows": [POINTER, SIZE, ctypes.c_uint64, POINTER, POINTER],
-        "laplace_threshold_rows": [POINTER, ctypes.c_double, POINTER],
-        "filter_threshold_rows": [POINTER, POINTER, SIZE, POINTER],
         "count_kept": [POINTER, SIZE, POINTER],
         "pack_rows": [POINTER, POINTER, POINTER, POINTER],
         "pack_kept": [POINTER, POINTER, POINTER, POINTER],
-        "unpack_rows": [POINTER, POINTER, SIZE, ctypes.c_int32, POINTER, POINTER],
-        "unpack_kept": [ctypes.c_int32, POINTER, SIZE, POINTER, SIZE, ctypes.c_int32, POINTER],
+        "unpack_rows": [POINTER, POINTER, SIZE, POINTER, POINTER],
+        "unpack_kept": [ctypes.c_int32, POINTER, SIZE, POINTER, SIZE, POINTER],
     }
 )
-
-
-def select_top_k_rows(
-    values: np.ndarray, k: int, seed: int = 0, value_dtype: str | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Mask the k entries of largest magnitude of each row, exactly k in every row, NaN first.
-
-    Args:
-        values: A matrix [B, f] of float32, float64, float16 or bfloat16, contiguous.
-        k: Number of entries of each row, in [1, f].
-        seed: Of the hash of the column that breaks ties.
-        value_dtype: "bfloat16" if values are uint16 with the bits of bfloat16; None: the dtype of values.
-
-    Returns:
-        The mask, bool[B, f]; and thresholds, float64[B]: the magnitude of the k-th entry, NaN if that is NaN.
-
-    Raises:
-        ValueError: k is out of range, or values are no such matrix.
-        TypeError: k is no integer.
-    """
-    matrix, _ = _matrix(values, value_dtype)
-    mask, thresholds = np.empty(values.shape, np.bool_), np.empty(matrix.rows)
-    found = (address(mask), address(thresholds))
-    call("select_top_k_rows", ctypes.byref(matrix), checked_integer("k", k, 1), seed % 2**64, *found)
-    return mask, thresholds
-
-
-def laplace_threshold_rows(values: np.ndarray, density: float, value_dtype: str | None = None) -> np.ndarray:
-    """Return for each row the magnitude that a part `density` of a Laplace distribution reaches.
-
-    Args:
-        values, value_dtype: As in `select_top_k_rows`.
-        density: In (0, 1].
-
-    Returns:
-        float64[B].
-
-    Raises:
-        ValueError: The density is out of range, or values are no such matrix.
-    """
-    matrix, _ = _matrix(values, value_dtype)
-    thresholds = np.empty(matrix.rows)
-    call("laplace_threshold_rows", ctypes.byref(matrix), density, address(thresholds))
-    return thresholds
-
-
-def filter_threshold_rows(values: np.ndarray, thresholds: np.ndarray, value_dtype: str | None = None) -> np.ndarray:
-    """Mask NaN and nonzero elements that reach their row's threshold (as float64).
-
-    Args:
-        values, value_dtype: As in `select_top_k_rows`.
-        thresholds: float64[B], or [1] for all rows; at least 0.
-
-    Returns:
-        The mask, bool[B, f].
-
-    Raises:
-        ValueError: A threshold is negative or NaN, their number differs, or values are no such matrix.
-    """
-    matrix, _ = _matrix(values, value_dtype)
-    bars = checked("thresholds", np.require(np.atleast_1d(thresholds), np.float64, ["C", "A"]), np.float64)
-    mask = np.empty(values.shape, np.bool_)
-    call("filter_threshold_rows", ctypes.byref(matrix), address(bars), bars.size, address(mask))
-    return mask
 
 
 def pack_rows(values: np.ndarray, mask: np.ndarray, coding: str = "auto", value_dtype: str | None = None) -> np.ndarray:
@@ -115,9 +47,10 @@ def pack_rows(values: np.ndarray, mask: np.ndarray, coding: str = "auto", value_
     It is a payload of k of n = B * f elements; if the mask selects none, an empty one with k = 1.
 
     Args:
-        values, value_dtype: As in `select_top_k_rows`.
+        values: A matrix [B, f] of float32, float64, float16 or bfloat16, contiguous.
         mask: bool[B, f], contiguous.
         coding: "run_length", "elias_fano", "bitmap", "auto", or with k = n "dense".
+        value_dtype: "bfloat16" if values are uint16 with the bits of bfloat16; None: the dtype of values.
 
     Returns:
         uint8[bytes]; `hvd_sparse.wire.payload_size` has the size.
@@ -151,7 +84,6 @@ def unpack_rows(
     k: int,
     value_dtype: str,
     coding: str = "auto",
-    wide: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Check a payload of `pack_rows`, and return its entries.
 
@@ -161,11 +93,10 @@ def unpack_rows(
         k: Entries that the payload has room for, from 1 to B * f.
         value_dtype: "float32", "float64", "float16" or "bfloat16", the type of the matrix.
         coding: As in `pack_rows`.
-        wide: If true, values are float32, float64 for that type; else of the payload's own type, bfloat16 as uint16 of
-            its bits.
 
     Returns:
-        Values [B, f], zero where there is no entry; and the mask of the entries, bool[B, f].
+        Values [B, f] of the payload's type, bfloat16 as uint16 of its bits, zero where there is no entry; and the mask
+        of the entries, bool[B, f].
 
     Raises:
         ValueError: The payload is damaged or of another format, or an argument is out of range or unknown.
@@ -173,22 +104,22 @@ def unpack_rows(
     """
     checked("payload", payload, np.uint8)
     rows, columns = (checked_integer("shape", side, 0) for side in shape)
-    found = _found_type(value_dtype, wide)
+    found = _stored_type(value_dtype)
     payload_size(rows * columns, k, coding, value_dtype)  # checks them before memory is asked for
     form = make_form(rows * columns, k, coding, value_dtype, None)
     values, mask = np.empty((rows, columns), found), np.empty((rows, columns), np.bool_)
     arrays = (address(values), address(mask))
-    call("unpack_rows", ctypes.byref(form), address(payload), payload.size, wide, *arrays)
+    call("unpack_rows", ctypes.byref(form), address(payload), payload.size, *arrays)
     return values, mask
 
 
-def unpack_kept(payload: np.ndarray, mask: np.ndarray, value_dtype: str, wide: bool = True) -> np.ndarray:
+def unpack_kept(payload: np.ndarray, mask: np.ndarray, value_dtype: str) -> np.ndarray:
     """Check a payload of `pack_kept`, and return its values where the mask keeps.
 
     Args:
         payload: uint8[payload_size].
         mask: bool[B, f], contiguous, equal to the one that it was packed with.
-        value_dtype, wide: As in `unpack_rows`.
+        value_dtype: As in `unpack_rows`.
 
     Returns:
         Values [B, f], zero elsewhere, typed as in `unpack_rows`.
@@ -197,10 +128,10 @@ def unpack_kept(payload: np.ndarray, mask: np.ndarray, value_dtype: str, wide: b
         ValueError: The payload is damaged, of another format, or has another number of values than the mask keeps.
     """
     checked("payload", payload, np.uint8)
-    found = _found_type(value_dtype, wide)
+    found = _stored_type(value_dtype)
     _check_mask(mask)
     values = np.empty(mask.shape, found)
-    arrays = (address(mask), mask.size, wide, address(values))
+    arrays = (address(mask), mask.size, address(values))
     call("unpack_kept", VALUE_DTYPES[value_dtype], address(payload), payload.size, *arrays)
     return values
 
@@ -248,7 +179,7 @@ def _pack(name: str, values: np.ndarray, mask: np.ndarray, form: tuple, value_dt
     return payload
 
 
-def _found_type(value_dtype: str, wide: bool) -> type:
+def _stored_type(value_dtype: str) -> np.dtype:
     if value_dtype not in _TYPES:
         raise ValueError(f"value_dtype must be one of {', '.join(_TYPES)}; got {value_dtype!r}")
-    return values_type(value_dtype) if wide else np.dtype("uint16" if value_dtype == "bfloat16" else value_dtype).type
+    return np.dtype("uint16" if value_dtype == "bfloat16" else value_dtype)

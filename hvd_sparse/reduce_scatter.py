@@ -271,7 +271,7 @@ def region_numbers(regions: Bounds, step: int) -> list[float]:
     return [float(step % BALANCE_STEPS == 0), float(digest), float(digest**2)]
 
 
-def must_agree(sums: Sequence[float], world_size: int) -> bool:
+def must_balance(sums: Sequence[float], world_size: int) -> bool:
     """Return whether to agree on all regions in this step. sums: of `region_numbers`, over ranks."""
     due, digests, squares = sums
     # By Cauchy-Schwarz, equal only if all digests are equal.

@@ -20,6 +20,11 @@ def hash_index(seed: int, index) -> np.ndarray:
         return z ^ (z >> np.uint64(31))
 
 
+def signed(seed: int) -> int:
+    """Return a seed modulo 2**64 as a signed integer of 64 bits, the type that the operators take."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
 def stratified_sample(n: int, size: int, seed: int) -> np.ndarray:
     """Return one index, int64[size] ascending, from each of `size` equal strata of range(n), chosen by hash.
 

@@ -63,24 +63,14 @@ class ThresholdHint:
 class Plan:
     """What is selected from a tensor in a step, as the operators take it.
 
-    k = 0: what reaches `threshold`. k > 0: the k largest, and what equals the least of them. k < 0: exactly the -k
-    largest, without zeros. stages > 0: what reaches a threshold that is fitted in this number of stages, about k
-    elements. Unless k = 0, `threshold` is a guess, 0.0 for none, which affects the cost, but not the result.
+    k = 0: what reaches `threshold`. k > 0: the k largest, and what equals the least of them. stages > 0: what reaches a
+    threshold that is fitted in this number of stages, about k elements. Unless k = 0, `threshold` is a guess, 0.0 for
+    none, which affects the cost, but not the result.
     """
 
     threshold: float
     k: int = 0
     stages: int = 0
-
-    @classmethod
-    def exactly(cls, k: int) -> "Plan":
-        """Return the plan that selects exactly the k largest elements."""
-        return cls(0.0, -k)
-
-    @property
-    def exact_count(self) -> int:
-        """The number of elements of a plan made by `exactly`; 0 of others, which select a varying number."""
-        return max(0, -self.k)
 
 
 class ConstantThreshold:

@@ -133,18 +133,9 @@ Status AccumulateAndPack(const std::vector<Part>& parts, bool active, SelectPara
   return PackSelected(parts, indices, format, level, payload);
 }
 
-Status ParseFilter(double threshold, int64_t k, const FitParams& fit, int64_t n, FilterParams* filter) {
-  if (fit.stages > 0) {
-    *filter = {FilterKind::kFitted, threshold, k, fit};
-  } else if (k >= 0) {
-    *filter = {k == 0 ? FilterKind::kThreshold : FilterKind::kWithTies, threshold, k};
-  } else if (k >= -n) {
-    *filter = {FilterKind::kExactly, threshold, -k};
-  } else {
-    return Status::InvalidArgument("-k must be in [1, " + std::to_string(n) +
-                                   "], the number of values; got k = " + std::to_string(k));
-  }
-  return Status::Ok();
+FilterParams MakeFilter(double threshold, int64_t k, const FitParams& fit) {
+  const FilterKind chosen = k == 0 ? FilterKind::kThreshold : FilterKind::kWithTies;
+  return {fit.stages > 0 ? FilterKind::kFitted : chosen, threshold, k, fit};
 }
 
 Status CheckFilter(const Part& part, const FilterParams& filter, PayloadFormat format) {

@@ -27,7 +27,7 @@ enum class FilterKind {
   kWithTies,   // all nonzero elements that reach the magnitude of the k-th largest; with ties, more than k
   kExactly,    // exactly the k largest, without zeros; a hash of the index orders equal magnitudes
   kFitted,     // all that reach a threshold fitted to the updated residual, so that about k elements reach it; if the
-               // fit fails, the k largest
+               // fit fails, kExactly
 };
 
 // Unless the kind is kThreshold, `threshold` is a guess at the resulting threshold, or 0. It changes only the run time.
@@ -38,9 +38,9 @@ struct FilterParams {
   FitParams fit = {};  // of kFitted
 };
 
-// Sets the filter that the operators describe by the sign of k and the stages of a fit: kFitted if there are any; else
-// kThreshold for k == 0, kWithTies for k > 0, kExactly for the -k largest if k < 0. Returns InvalidArgument if -k > n.
-Status ParseFilter(double threshold, int64_t k, const FitParams& fit, int64_t n, FilterParams* filter);
+// Returns the filter that the operators describe by k and the stages of a fit: kFitted if there are any; else
+// kThreshold for k == 0, and kWithTies.
+FilterParams MakeFilter(double threshold, int64_t k, const FitParams& fit);
 
 // Checks what FilterAndPack requires of its arguments. A bucket checks all members before it changes the first one.
 Status CheckFilter(const Part& part, const FilterParams& filter, PayloadFormat format);

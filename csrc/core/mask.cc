@@ -60,32 +60,22 @@ Status PackMasked(const PayloadFormat& format, const Array& values, const uint8_
   });
 }
 
-// Writes the j-th value of a payload, as type W, to values[indices[j]].
-template <typename W, typename ValueOf>
-void Scatter(const std::vector<int64_t>& indices, const ValueOf& value_of, void* values) {
-  auto* out = static_cast<W*>(values);
-  for (size_t j = 0; j < indices.size(); ++j) out[indices[j]] = value_of(static_cast<int64_t>(j));
-}
-
+// Copies the j-th value of a payload, an item of type W, to values[indices[j]].
 template <typename W>
-W Stored(const PayloadView& view, int64_t j) {
-  W value;
-  std::memcpy(&value, view.values + j * static_cast<int64_t>(sizeof value), sizeof value);
-  return value;
+void Scatter(const PayloadView& view, const std::vector<int64_t>& indices, void* values) {
+  auto* out = static_cast<W*>(values);
+  for (size_t j = 0; j < indices.size(); ++j) std::memcpy(out + indices[j], view.values + j * sizeof(W), sizeof(W));
 }
 
-// Writes a payload's values to values[n], with zeros elsewhere.
-void ScatterValues(DType dtype, const PayloadView& view, const std::vector<int64_t>& indices, int64_t n, bool wide,
-                   void* values) {
-  const bool half = ItemSize(dtype) == 2;
-  const int64_t width = half && wide ? static_cast<int64_t>(sizeof(float)) : ItemSize(dtype);
-  std::memset(values, 0, static_cast<size_t>(n * width));
-  if (half && !wide) {
-    Scatter<uint16_t>(indices, [&](int64_t j) { return Stored<uint16_t>(view, j); }, values);
-  } else if (dtype == DType::kFloat64) {
-    Scatter<double>(indices, [&](int64_t j) { return Stored<double>(view, j); }, values);
+// Writes a payload's values, as they are stored, to values[n], with zeros elsewhere.
+void ScatterValues(DType dtype, const PayloadView& view, const std::vector<int64_t>& indices, int64_t n, void* values) {
+  std::memset(values, 0, static_cast<size_t>(n * ItemSize(dtype)));
+  if (ItemSize(dtype) == 2) {
+    Scatter<uint16_t>(view, indices, values);
+  } else if (ItemSize(dtype) == 4) {
+    Scatter<uint32_t>(view, indices, values);
   } else {
-    Scatter<float>(indices, [&](int64_t j) { return ValueAt(view, dtype, j); }, values);
+    Scatter<uint64_t>(view, indices, values);
   }
 }
 
@@ -121,21 +111,19 @@ Status PackKept(const PayloadFormat& format, const Array& values, const uint8_t*
   return PackMasked(format, values, mask, false, payload);
 }
 
-Status UnpackRows(const PayloadFormat& format, const uint8_t* payload, int64_t size, bool wide, void* values,
-                  uint8_t* mask) {
+Status UnpackRows(const PayloadFormat& format, const uint8_t* payload, int64_t size, void* values, uint8_t* mask) {
   HVD_SPARSE_RETURN_IF_ERROR(CheckScalar(format.dtype));
   PayloadView view;
   HVD_SPARSE_RETURN_IF_ERROR(Validate(format, payload, size, &view));
   std::vector<int64_t> indices(static_cast<size_t>(view.entries));
   DecodeRunLength(view.positions.counts.data(), view.positions.Runs(), format.n, indices.data());
-  ScatterValues(format.dtype, view, indices, format.n, wide, values);
+  ScatterValues(format.dtype, view, indices, format.n, values);
   std::memset(mask, 0, static_cast<size_t>(format.n));
   for (const int64_t index : indices) mask[index] = 1;
   return Status::Ok();
 }
 
-Status UnpackKept(DType dtype, const uint8_t* payload, int64_t size, const uint8_t* mask, int64_t n, bool wide,
-                  void* values) {
+Status UnpackKept(DType dtype, const uint8_t* payload, int64_t size, const uint8_t* mask, int64_t n, void* values) {
   HVD_SPARSE_RETURN_IF_ERROR(CheckScalar(dtype));
   const int64_t kept = CountKept(mask, n);
   PayloadView view;
@@ -147,7 +135,7 @@ Status UnpackKept(DType dtype, const uint8_t* payload, int64_t size, const uint8
   std::vector<int64_t> indices;
   indices.reserve(static_cast<size_t>(kept));
   ForEachKept(mask, n, [&](int64_t i) { indices.push_back(i); });
-  ScatterValues(dtype, view, indices, n, wide, values);
+  ScatterValues(dtype, view, indices, n, values);
   return Status::Ok();
 }
 

@@ -20,14 +20,11 @@ Status PackRows(const PayloadFormat& format, const Array& values, const uint8_t*
 // Packs the selected values without positions; the format is KeptFormat(kept, ...).
 Status PackKept(const PayloadFormat& format, const Array& values, const uint8_t* mask, uint8_t* payload);
 
-// Unpacks a payload to values[format.n] and mask[format.n], with zeros elsewhere. The values have the payload's type;
-// if `wide`, 16-bit types become float32.
-Status UnpackRows(const PayloadFormat& format, const uint8_t* payload, int64_t size, bool wide, void* values,
-                  uint8_t* mask);
+// Unpacks a payload to values[format.n], of the payload's type, and mask[format.n], with zeros elsewhere.
+Status UnpackRows(const PayloadFormat& format, const uint8_t* payload, int64_t size, void* values, uint8_t* mask);
 
 // Unpacks a payload without positions to the elements of values[n] that mask[n] selects, with zeros elsewhere. Returns
 // CorruptPayload if the number of values differs from the mask's.
-Status UnpackKept(DType dtype, const uint8_t* payload, int64_t size, const uint8_t* mask, int64_t n, bool wide,
-                  void* values);
+Status UnpackKept(DType dtype, const uint8_t* payload, int64_t size, const uint8_t* mask, int64_t n, void* values);
 
 }  // namespace hvd_sparse

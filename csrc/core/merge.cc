@@ -43,14 +43,14 @@ Status MergeEntries(const EntryLists& lists, int64_t* indices, float* sums, int6
     for (Rest& rest : rests) {
       for (; rest.at < rest.end && lists.indices[rest.at] - begin < kWindow; ++rest.at) {
         const auto place = static_cast<size_t>(lists.indices[rest.at] - begin);
-        if (lists.values) window[place] += lists.values[rest.at];
+        window[place] += lists.values[rest.at];
         present[place / kWord] |= uint64_t{1} << (place % kWord);
       }
     }
     for (size_t word = 0; word < present.size(); ++word) {
       for (uint64_t bits = present[word]; bits != 0; bits &= bits - 1) {
         const size_t place = word * kWord + static_cast<size_t>(__builtin_ctzll(bits));
-        if (lists.values) sums[*found] = window[place];
+        sums[*found] = window[place];
         indices[(*found)++] = begin + static_cast<int64_t>(place);
         window[place] = 0.0f;
       }

@@ -10,7 +10,7 @@ namespace hvd_sparse {
 // Several lists of entries, concatenated. In each list, the indices ascend and are not negative.
 struct EntryLists {
   const int64_t* indices;
-  const float* values;    // null: no values, so no sums are computed
+  const float* values;
   const int64_t* counts;  // number of entries in each list
   int64_t count;          // number of lists
 };

@@ -12,7 +12,7 @@
 
 using hvd_sparse::Guarded;
 
-// counts[parts]; values and sums may be null; sum_indices and sums: room for all entries; found: how many there are.
+// counts[parts]; sum_indices and sums: room for all entries; found: how many there are.
 HVD_SPARSE_API int hvd_sparse_add_entries(const int64_t* indices, const float* values, const int64_t* counts,
                                           int64_t parts, int64_t* sum_indices, float* sums, int64_t* found,
                                           char* message) {

@@ -1,11 +1,10 @@
-// Selection in rows, and payloads of masked matrices, as plain C functions on pointers, for `hvd_sparse.native_rows`.
+// Payloads of masked matrices, as plain C functions on pointers, for `hvd_sparse.native_rows`.
 // The caller checks the sizes and types of arrays, as in ops.cc.
 #include "../core/mask.h"
 #include "../core/row_select.h"
 #include "report.h"
 
 using hvd_sparse::Guarded;
-using hvd_sparse::SerialFor;
 
 // `hvd_sparse.native_rows` defines a structure with the same layout; see HvdSparseForm.
 struct HvdSparseMatrix {
@@ -23,26 +22,6 @@ hvd_sparse::Matrix MatrixOf(const HvdSparseMatrix& values) {
 }
 
 }  // namespace
-
-// mask[rows * columns], thresholds[rows].
-HVD_SPARSE_API int hvd_sparse_select_top_k_rows(const HvdSparseMatrix* values, int64_t k, uint64_t seed, uint8_t* mask,
-                                                double* thresholds, char* message) {
-  return Guarded(message,
-                 [&] { return hvd_sparse::SelectTopKRows(MatrixOf(*values), k, seed, SerialFor, mask, thresholds); });
-}
-
-HVD_SPARSE_API int hvd_sparse_laplace_threshold_rows(const HvdSparseMatrix* values, double density, double* thresholds,
-                                                     char* message) {
-  return Guarded(message,
-                 [&] { return hvd_sparse::LaplaceThresholdRows(MatrixOf(*values), density, SerialFor, thresholds); });
-}
-
-// thresholds[count]: one for each row, or one for all rows.
-HVD_SPARSE_API int hvd_sparse_filter_threshold_rows(const HvdSparseMatrix* values, const double* thresholds,
-                                                    int64_t count, uint8_t* mask, char* message) {
-  return Guarded(
-      message, [&] { return hvd_sparse::FilterThresholdRows(MatrixOf(*values), thresholds, count, SerialFor, mask); });
-}
 
 HVD_SPARSE_API int hvd_sparse_count_kept(const uint8_t* mask, int64_t n, int64_t* kept, char* message) {
   return Guarded(message, [&] {
@@ -66,18 +45,17 @@ HVD_SPARSE_API int hvd_sparse_pack_kept(const HvdSparseForm* form, const HvdSpar
   });
 }
 
-// values and mask: form->n elements. If `wide`, 16-bit values become float32.
-HVD_SPARSE_API int hvd_sparse_unpack_rows(const HvdSparseForm* form, const uint8_t* payload, int64_t size, int32_t wide,
-                                          void* values, uint8_t* mask, char* message) {
-  return Guarded(message, [&] {
-    return hvd_sparse::UnpackRows(hvd_sparse::FormatOf(*form), payload, size, wide != 0, values, mask);
-  });
+// values and mask: form->n elements.
+HVD_SPARSE_API int hvd_sparse_unpack_rows(const HvdSparseForm* form, const uint8_t* payload, int64_t size, void* values,
+                                          uint8_t* mask, char* message) {
+  return Guarded(message,
+                 [&] { return hvd_sparse::UnpackRows(hvd_sparse::FormatOf(*form), payload, size, values, mask); });
 }
 
 // mask and values: n elements.
 HVD_SPARSE_API int hvd_sparse_unpack_kept(int32_t dtype, const uint8_t* payload, int64_t size, const uint8_t* mask,
-                                          int64_t n, int32_t wide, void* values, char* message) {
+                                          int64_t n, void* values, char* message) {
   return Guarded(message, [&] {
-    return hvd_sparse::UnpackKept(static_cast<hvd_sparse::DType>(dtype), payload, size, mask, n, wide != 0, values);
+    return hvd_sparse::UnpackKept(static_cast<hvd_sparse::DType>(dtype), payload, size, mask, n, values);
   });
 }

@@ -125,9 +125,9 @@ class ClearBucketBase : public Kernel {
   float retained_ = 0;  // fraction of the sent values that stays in the residual
 
   absl::Status Run(const Call& call) const final {
-    bool is_void = false;
-    TF_RETURN_IF_ERROR(call.Number("is_void", &is_void));
-    if (is_void) return absl::OkStatus();
+    bool is_skipped = false;
+    TF_RETURN_IF_ERROR(call.Number("is_skipped", &is_skipped));
+    if (is_skipped) return absl::OkStatus();
     tensorflow::OpInputList residuals, velocities;
     const uint8_t* message = nullptr;
     int64_t bytes = 0;
@@ -243,10 +243,10 @@ class TakeSumBase : public Kernel {
     const float* token = nullptr;
     int64_t size = 0;
     float expected = 0;
-    bool is_void = false;
+    bool is_skipped = false;
     TF_RETURN_IF_ERROR(call.Vector("token", &token, &size));
     TF_RETURN_IF_ERROR(call.Number("expected", &expected));
-    TF_RETURN_IF_ERROR(call.Number("is_void", &is_void));
+    TF_RETURN_IF_ERROR(call.Number("is_skipped", &is_skipped));
     if (size < 1 || !(std::abs(token[0] - expected) <= 1e-3f * expected)) {
       return call.Invalid("Horovod's reduction turned a token of 1 into another value than its op says: ",
                           size < 1 ? 0.0f : token[0], " in place of ", expected);
@@ -255,7 +255,7 @@ class TakeSumBase : public Kernel {
     if (sum.NumElements() != shape_.num_elements()) {
       return call.Invalid("a sum of ", sum.NumElements(), " elements does not fit shape ", shape_.DebugString());
     }
-    if (is_void) {
+    if (is_skipped) {
       float* out = nullptr;
       TF_RETURN_IF_ERROR(call.Output("gradient", shape_, &out));
       return Spoil(call, out, shape_.num_elements());

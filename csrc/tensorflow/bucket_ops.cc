@@ -76,7 +76,7 @@ REGISTER_OP("HvdSparseAccumulateBucket")
 REGISTER_OP("HvdSparseClearBucket")
     .Input("message: uint8")
     .Input("ks: int64")
-    .Input("is_void: bool")
+    .Input("is_skipped: bool")
     .Input("residual: M * resource")
     .Input("velocity: V * resource")
     .Attr("M: int >= 1")
@@ -90,7 +90,7 @@ REGISTER_OP("HvdSparseClearBucket")
     .SetShapeFn(tensorflow::shape_inference::NoOutputs)
     .Doc(
         "Subtracts the sent values from the residuals, then adds `retained` times them back, and sets the velocities "
-        "there to zero; does nothing if `is_void`.");
+        "there to zero; does nothing if `is_skipped`.");
 
 REGISTER_OP("HvdSparseReduceBucket")
     .Input("gathered: uint8")
@@ -111,7 +111,7 @@ REGISTER_OP("HvdSparseTakeSum")
     .Input("sum: float")
     .Input("token: float")
     .Input("expected: float")
-    .Input("is_void: bool")
+    .Input("is_skipped: bool")
     .Output("gradient: float")
     .Attr("shape: shape")
     .SetShapeFn(TakeSumShape)

@@ -109,10 +109,11 @@ REGISTER_KERNEL_BUILDER(HVD_SPARSE_ON_GPU(AccumulateBucket)
                             .HostMemory("seed")
                             .HostMemory("threshold_hints"),
                         CudaAccumulateBucketKernel);
-REGISTER_KERNEL_BUILDER(HVD_SPARSE_ON_GPU(ClearBucket).HostMemory("ks").HostMemory("is_void"), CudaClearBucketKernel);
+REGISTER_KERNEL_BUILDER(HVD_SPARSE_ON_GPU(ClearBucket).HostMemory("ks").HostMemory("is_skipped"),
+                        CudaClearBucketKernel);
 REGISTER_KERNEL_BUILDER(HVD_SPARSE_ON_GPU(ReduceBucket).HostMemory("ranks").HostMemory("ks").HostMemory("scale"),
                         CudaReduceBucketKernel);
-REGISTER_KERNEL_BUILDER(HVD_SPARSE_ON_GPU(TakeSum).HostMemory("token").HostMemory("expected").HostMemory("is_void"),
+REGISTER_KERNEL_BUILDER(HVD_SPARSE_ON_GPU(TakeSum).HostMemory("token").HostMemory("expected").HostMemory("is_skipped"),
                         CudaTakeSumKernel);
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The GPU kernel of all_finite, which does not wait for the device. But for take_sum, the other ops on
-// single tensors run on the CPU.
+// The GPU kernel of all_finite, which does not wait for the device. That of take_sum is in cuda_bucket_kernels.cc; the
+// other ops on single tensors run on the CPU.
 #include "../cuda/finite.h"
 #include "cuda_call.h"
 

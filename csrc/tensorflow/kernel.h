@@ -109,10 +109,10 @@ class Call {
     return absl::OkStatus();
   }
 
-  // Returns an input of any shape, in row-major order.
-  absl::Status Values(Array* array, const char* name = "values") const {
+  // Returns the values, of any shape, in row-major order.
+  absl::Status Values(Array* array) const {
     const Tensor* tensor = nullptr;
-    TF_RETURN_IF_ERROR(context_->input(name, &tensor));
+    TF_RETURN_IF_ERROR(context_->input("values", &tensor));
     *array = AsArray(*tensor);
     return absl::OkStatus();
   }
@@ -133,10 +133,15 @@ class Call {
     return absl::OkStatus();
   }
 
-  absl::Status OutputSelected(const Array& values, const std::vector<int64_t>& selected) const {
+  absl::Status OutputSelection(const Array& values, const Selection& selection) const {
+    const std::vector<int64_t>& selected = selection.indices;
     const TensorShape shape({static_cast<int64_t>(selected.size())});
+    double* info = nullptr;
     int64_t* indices = nullptr;
+    TF_RETURN_IF_ERROR(Output("info", {2}, &info));
     TF_RETURN_IF_ERROR(Output("indices", shape, &indices));
+    info[0] = selection.threshold;
+    info[1] = static_cast<double>(selection.passed);
     std::copy(selected.begin(), selected.end(), indices);
     return Dispatch(values, [&](const auto* data) {
       std::decay_t<decltype(*data)>* out = nullptr;
@@ -144,14 +149,6 @@ class Call {
       for (size_t j = 0; j < selected.size(); ++j) out[j] = data[selected[j]];
       return absl::OkStatus();
     });
-  }
-
-  absl::Status OutputSelection(const Array& values, const Selection& selection) const {
-    double* info = nullptr;
-    TF_RETURN_IF_ERROR(Output("info", {2}, &info));
-    info[0] = selection.threshold;
-    info[1] = static_cast<double>(selection.passed);
-    return OutputSelected(values, selection.indices);
   }
 
   // Returns TensorFlow's thread pool for the work inside one op. The calling thread works, too. TensorFlow's own

@@ -44,8 +44,7 @@ class FilterBucketKernel : public AccumulatingKernel {
       TF_RETURN_IF_ERROR(OpenMember(call, lists, static_cast<int>(i), numbers.factors[i], &jobs[i]));
       parts.push_back({jobs[i].gradient, jobs[i].params, jobs[i].feedback, 0});
       const FitParams fit{numbers.stages[i], distribution_, numbers.seed};
-      TF_RETURN_IF_ERROR(
-          call.Report(ParseFilter(numbers.thresholds[i], numbers.ks[i], fit, form.sizes[i], &filters[i])));
+      filters[i] = MakeFilter(numbers.thresholds[i], numbers.ks[i], fit);
       TF_RETURN_IF_ERROR(call.Report(CheckFilter(parts[i], filters[i], formats[i])));
     }
     std::vector<uint8_t> message;

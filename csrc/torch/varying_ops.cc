@@ -35,7 +35,7 @@ std::tuple<Tensor, Tensor, Tensor> FilterBucketOp(TensorList gradients, TensorLi
   for (size_t i = 0; i < members; ++i) {  // all members are checked before one changes
     parts.push_back(in.PartOf(op, i, 0, at::kCPU, &flat));
     const FitParams fit{stages.empty() ? 0 : stages[i], shape, static_cast<uint64_t>(seed)};
-    Raise(op, ParseFilter(thresholds[i], ks[i], fit, ns[i], &filters[i]));
+    filters[i] = MakeFilter(thresholds[i], ks[i], fit);
     Raise(op, CheckFilter(parts[i], filters[i], formats[i]));
   }
   for (size_t i = 0; i < members; ++i) {

@@ -47,5 +47,5 @@ class BoundarySettings(NamedTuple):
         return rows, columns
 
     def describe(self) -> str:
-        """Say it for `repr`."""
+        """Return the settings as text, for `repr`."""
         return f"density={self.density:g}, threshold={self.threshold!r}, start_dim={self.start_dim}"

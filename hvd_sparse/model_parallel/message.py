@@ -134,31 +134,40 @@ def decode_head(data: np.ndarray) -> tuple[Head, bytes, np.ndarray]:
 
 def decode_tensors(description: bytes, body: np.ndarray) -> tuple[object, list[Tensor]]:
     """Return structure and tensors of a message with a description. Raise DamagedMessage, which says what is wrong."""
-    tensors, offset = [], 0
+    tensors, reader = [], _Reader(body)
     with _damage_reported("a tensor cannot be read"):
         (size,) = struct.unpack_from("<H", description)
         structure, place = json.loads(description[2 : 2 + size]), 2 + size
         while place < len(description):
-            shape, form, place = _parse(description, place)
-            tensor, offset = _read(shape, form, body, offset)
-            tensors.append(tensor)
+            number, form, gradient, ndim, columns, kept = TENSOR.unpack_from(description, place)
+            shape = struct.unpack_from(f"<{ndim}I", description, place + TENSOR.size)
+            place += TENSOR.size + 4 * ndim
+            dtype, mask = DTYPES[number], None
+            if form not in (WHOLE, MASKED) or (gradient and dtype not in DIFFERENTIABLE):
+                raise ValueError(f"no tensor of {dtype} has form {form} and gradient {gradient}")
+            if form == WHOLE:
+                array = reader.whole(shape, dtype)
+            else:
+                array, mask = reader.masked(shape, dtype, columns, kept)
+            tensors.append(Tensor(array, dtype, mask, bool(gradient)))
         tree.check(structure, len(tensors))
-    if offset != body.size:
-        raise DamagedMessage(f"{body.size - offset} bytes are left over")
+    if reader.left:
+        raise DamagedMessage(f"{reader.left} bytes are left over")
     return structure, tensors
 
 
 def decode_gradients(body: np.ndarray, likes: list[Tensor]) -> list[Tensor]:
     """Return the gradients of tensors, with the same masks. Raise DamagedMessage if the bytes do not fit."""
-    gradients, offset = [], 0
+    gradients, reader = [], _Reader(body)
     with _damage_reported("a gradient cannot be read"):
         for like in likes:
-            form = (like.dtype, MASKED if like.mask is not None else WHOLE, True, 0, 0)
-            tensor, offset = _read(like.array.shape, form, body, offset, like.mask)
-            gradients.append(tensor)
-    if offset != body.size:
+            shape, mask = like.array.shape, like.mask
+            array = reader.whole(shape, like.dtype) if mask is None else reader.kept(shape, like.dtype, mask)
+            gradients.append(Tensor(array, like.dtype, mask, gradient=True))
+    if reader.left:
         raise DamagedMessage(
-            f"gradients of {offset} bytes were expected, got {body.size}: the next stage's gradients have other shapes"
+            f"gradients of {body.size - reader.left} bytes were expected, got {body.size}: the next stage's gradients "
+            "have other shapes"
         )
     return gradients
 
@@ -211,42 +220,40 @@ def _describe(tensor: Tensor) -> bytes:
     return start + struct.pack(f"<{len(shape)}I", *shape)
 
 
-def _parse(description: bytes, place: int):
-    """Return shape, (dtype, form, gradient, f, kept), and the offset of the next tensor's description."""
-    dtype, form, gradient, ndim, columns, kept = TENSOR.unpack_from(description, place)
-    place += TENSOR.size
-    shape = struct.unpack_from(f"<{ndim}I", description, place)
-    if form not in (WHOLE, MASKED) or (gradient and DTYPES[dtype] not in DIFFERENTIABLE):
-        raise ValueError(f"no tensor of {DTYPES[dtype]} has form {form} and gradient {gradient}")
-    return shape, (DTYPES[dtype], form, bool(gradient), columns, kept), place + 4 * ndim
+class _Reader:
+    """Reads the body of a message, tensor after tensor."""
 
+    def __init__(self, body: np.ndarray):
+        self._body, self.left = body, body.size
 
-def _read(shape, form, body: np.ndarray, offset: int, mask: np.ndarray | None = None) -> tuple[Tensor, int]:
-    """Return a tensor of the body at an offset, and its end. mask: the mask, if the tensor is a gradient."""
-    dtype, kind, gradient, columns, kept = form
-    numel = math.prod(shape)
-    if kind == WHOLE:
-        size = numel * item_type(dtype).itemsize
-        part = _part(body, offset, size)
-        if dtype == "bool" and size and part.max() > 1:
+    def whole(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        """Return a tensor of raw elements."""
+        part = self._take(math.prod(shape) * item_type(dtype).itemsize)
+        if dtype == "bool" and part.size and part.max() > 1:
             raise ValueError(f"a bool is 0 or 1, got {part.max()}")
-        return Tensor(part.view(item_type(dtype)).reshape(shape), dtype, None, gradient), offset + size
-    if mask is not None:
-        known = max(1, int(np.count_nonzero(mask)))
-        size = payload_size(known, known, "dense", dtype)
-        values = native_rows.unpack_kept(_part(body, offset, size), mask, dtype, wide=False)
-    else:
+        return part.view(item_type(dtype)).reshape(shape)
+
+    def masked(self, shape: tuple[int, ...], dtype: str, columns: int, kept: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return a tensor of which positions and values were sent, and its mask, bool[B, columns]."""
+        numel = math.prod(shape)
         if dtype not in MASKABLE or columns == 0 or numel % columns or numel == 0:
             raise ValueError(f"a mask of {columns} columns does not fit {dtype}{list(shape)}")
-        rows, known = (numel // columns, columns), max(1, kept)
-        coding = mask_coding(numel, known)
-        size = payload_size(numel, known, coding, dtype)
-        values, mask = native_rows.unpack_rows(_part(body, offset, size), rows, known, dtype, coding, wide=False)
-    return Tensor(values.reshape(shape), dtype, mask, gradient), offset + size
+        rows, k = (numel // columns, columns), max(1, kept)
+        coding = mask_coding(numel, k)
+        payload = self._take(payload_size(numel, k, coding, dtype))
+        values, mask = native_rows.unpack_rows(payload, rows, k, dtype, coding)
+        return values.reshape(shape), mask
 
+    def kept(self, shape: tuple[int, ...], dtype: str, mask: np.ndarray) -> np.ndarray:
+        """Return a tensor of which values were sent, to a receiver that has the mask."""
+        k = max(1, int(np.count_nonzero(mask)))
+        payload = self._take(payload_size(k, k, "dense", dtype))
+        return native_rows.unpack_kept(payload, mask, dtype).reshape(shape)
 
-def _part(body: np.ndarray, offset: int, size: int) -> np.ndarray:
-    """Return bytes of the body, as a copy if their elements must be aligned."""
-    if offset + size > body.size:
-        raise DamagedMessage(f"{size} bytes were announced, {body.size - offset} are there")
-    return body[offset : offset + size].copy()
+    def _take(self, size: int) -> np.ndarray:
+        """Return the next bytes: a copy, so that their elements are aligned."""
+        if size > self.left:
+            raise DamagedMessage(f"{size} bytes were announced, {self.left} are there")
+        begin = self._body.size - self.left
+        self.left -= size
+        return self._body[begin : begin + size].copy()

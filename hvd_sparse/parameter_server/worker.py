@@ -226,15 +226,17 @@ class Worker:
     def _accumulate(self, piece: Piece, gradient, lr, weight_decay, density: float) -> np.ndarray | None:
         """Accumulate a tensor's gradient, if any; with per-tensor selection, return the selected indices."""
         residual, group = self.residual[piece.begin : piece.end], self._own_groups.get(piece.name)
-        k = 0 if group is None or density >= 1.0 else group.count(density)  # 0: not selected alone
         kept = self._kept.get(piece.name)
+        k = 0 if group is None or density >= 1.0 else group.count(density)  # 0: not selected alone
+        is_part = 0 < k < residual.size
         memory, rule = ((), {}) if gradient is None else self._addition(piece, gradient, lr, weight_decay)
-        if 0 < k < residual.size and kept is None:
-            one_pass = partial(self._accumulate_top_k, *memory, **rule)
-            return group.select(k, partial(native.select_top_k, residual) if gradient is None else one_pass)
+        if is_part and kept is None and gradient is not None:
+            return group.select(k, partial(self._accumulate_top_k, *memory, **rule))  # accumulates, too
         if gradient is not None:
             self.traffic.non_finite += not native.accumulate(*memory, **rule)
-        if 0 < k < residual.size:
+        if is_part and kept is None:
+            return group.select(k, partial(native.select_top_k, residual))
+        if is_part:
             return piece.begin + kept.select(residual, k, self.step)
         if kept is not None:
             kept.miss(self.step)

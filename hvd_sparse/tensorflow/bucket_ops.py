@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from hvd_sparse.tensorflow.ops import Integer, Real, _integer, _number, _of_each, _ops, _seed
+from hvd_sparse.buckets import of_each
+from hvd_sparse.tensorflow.ops import Integer, Real, _integer, _number, _ops, _seed
 
 
 def accumulate_bucket(
@@ -60,7 +61,7 @@ def accumulate_bucket(
     """
     lists = (list(gradients), *([one.handle for one in buffers] for buffers in (residuals, velocities)))
     numbers = (factors, is_active, ks, _seed(seed), threshold_hints)
-    rule = {"momentum": momentum, "nesterov": nesterov, "weight_decays": _of_each(weight_decay, gradients)}
+    rule = {"momentum": momentum, "nesterov": nesterov, "weight_decays": of_each(weight_decay, gradients)}
     form = {"coding": coding, "value_dtype": value_dtype, "channels": list(channels), "joint": joint, "level": level}
     return tuple(_ops.hvd_sparse_accumulate_bucket(*lists, list(parameters), *numbers, **rule, **form))
 
@@ -68,7 +69,7 @@ def accumulate_bucket(
 def clear_bucket(
     message: tf.Tensor,
     ks: tf.Tensor,
-    is_void: bool | tf.Tensor,
+    is_skipped: bool | tf.Tensor,
     residuals: Sequence[tf.Variable],
     velocities: Sequence[tf.Variable] = (),
     coding: str = "run_length",
@@ -85,7 +86,7 @@ def clear_bucket(
     Args:
         message: uint8[bytes], the payload of each selection, one after the other.
         ks: int64[selections], the k of each payload.
-        is_void: If true, no buffer changes.
+        is_skipped: If true, no buffer changes.
         residuals, velocities: As in `accumulate_bucket`, changed.
         coding, value_dtype, channels, joint: As in `accumulate_bucket`, equal to those of the call that made the
             message.
@@ -106,7 +107,7 @@ def clear_bucket(
         "joint": joint,
         "retained": retained,
     }
-    return _ops.hvd_sparse_clear_bucket(message, ks, is_void, *buffers, **form)
+    return _ops.hvd_sparse_clear_bucket(message, ks, is_skipped, *buffers, **form)
 
 
 def reduce_bucket(

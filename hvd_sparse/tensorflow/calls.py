@@ -71,31 +71,69 @@ def find_call(tensor) -> Call | None:
     In that function, the local lists `grads` and `vars` match position by position. AutoGraph renames the function,
     but its rewritten code keeps the names of local variables.
     """
-    known, optimizer, lists, helper, scaler, applier = {}, None, None, None, None, None
-    for frame in frames(100):
-        name, owner = frame.f_code.co_name, local(frame, "self")
-        if lists is None:
-            if name.endswith("allreduce") and local(frame, "compression") is not None:
-                known = {"reduction": local(frame, "op"), "process_set": local(frame, "process_set")}
-            elif name.endswith("allreduce_grads") and _holds(local(frame, "grads"), tensor) and known:
-                lists = list(local(frame, "grads")), list(local(frame, "vars") or [])
-                in_order = not isinstance(local(frame, "groups"), list)
-        elif _has(owner, "locally_aggregated_grads"):  # Horovod's helper, not the optimizer
-            helper = owner
-        elif optimizer is not None and (isinstance(owner, SCALER_V1) or _has(owner, "get_unscaled_gradients")):
-            scaler = owner  # around Horovod's optimizer
-        elif optimizer is None and _has(owner, "apply_gradients") and _has(owner, "_allreduce_grads"):
-            optimizer = owner  # Horovod's: a trainer's own class may have the first of these methods
-        elif applier is None:
-            with contextlib.suppress(Exception):  # a property of the user's, perhaps, which is not ready
-                applier = owner.optimizer
-    if lists is None or len(lists[0]) != len(lists[1]):
+    found = _frames_of_call(tensor)
+    if found is None:
         return None
+    reducing, listing, owners = found
+    gradients, variables = list(local(listing, "grads")), list(local(listing, "vars") or [])
+    if len(gradients) != len(variables):
+        return None
+    helper = next(filter(_sums_passes, reversed(owners)), None)
     averages = helper is not None and helper.average_aggregated_gradients
-    passes = helper.backward_passes_per_step if averages else 1
-    reduction, process_set = known["reduction"], known["process_set"]
-    applier = applier if optimizer is None and scaler is None else None
-    return Call(*lists, in_order, reduction, process_set, optimizer, passes, scaler, helper is not None, applier)
+    owners = [owner for owner in owners if not _sums_passes(owner)]
+    at = next((i for i, owner in enumerate(owners) if _reduces(owner)), None)
+    under_tape = at is None
+    return Call(
+        gradients,
+        variables,
+        in_order=not isinstance(local(listing, "groups"), list),
+        reduction=local(reducing, "op"),
+        process_set=local(reducing, "process_set"),
+        optimizer=None if under_tape else owners[at],
+        passes=helper.backward_passes_per_step if averages else 1,
+        scaler=None if under_tape else next(filter(_unscales, reversed(owners[at + 1 :])), None),
+        sums_passes=helper is not None,
+        applier=_first_optimizer(owners) if under_tape else None,
+    )
+
+
+def _frames_of_call(tensor) -> tuple | None:
+    """Return the frames of Horovod's `allreduce` and `allreduce_grads` that passed a gradient, and their callers.
+
+    The callers are the objects `self` of the frames around, the innermost first. None if there are no such frames.
+    """
+    around, reducing = frames(100), None
+    for place, frame in enumerate(around):
+        name = frame.f_code.co_name
+        if name.endswith("allreduce") and local(frame, "compression") is not None:
+            reducing = frame
+        elif reducing is not None and name.endswith("allreduce_grads") and _holds(local(frame, "grads"), tensor):
+            return reducing, frame, [local(outer, "self") for outer in around[place + 1 :]]
+    return None
+
+
+def _sums_passes(owner) -> bool:
+    """Return whether this is Horovod's helper that sums several backward passes."""
+    return _has(owner, "locally_aggregated_grads")
+
+
+def _reduces(owner) -> bool:
+    """Return whether this is an optimizer of Horovod: a trainer's own class may have the first of these methods."""
+    return _has(owner, "apply_gradients") and _has(owner, "_allreduce_grads")
+
+
+def _unscales(owner) -> bool:
+    """Return whether this is a loss scaler, which is around Horovod's optimizer."""
+    return isinstance(owner, SCALER_V1) or _has(owner, "get_unscaled_gradients")
+
+
+def _first_optimizer(owners: Iterable) -> Any:
+    """Return the first `owner.optimizer` that is there, such as a model's; None without one."""
+    for owner in owners:
+        with contextlib.suppress(Exception):  # a property of the user's, perhaps, which is not ready
+            if owner.optimizer is not None:
+                return owner.optimizer
+    return None
 
 
 def _has(owner, name: str) -> bool:

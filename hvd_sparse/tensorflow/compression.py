@@ -350,9 +350,9 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         self._mark_place()
         description = [exchange.describe(), *parts.algorithm.describe(), *parts.variables.describe()]
         description += [*parts.step.describe(), f"log_to was called = {parts.logs}", f"averaged passes = {call.passes}"]
-        if not parts.agreed and not is_elastic():  # there the others may have agreed long ago; a step compares too
-            exchange.agree(description)
-            parts.agreed = True
+        if not parts.is_checked and not is_elastic():  # there the others may have agreed long ago; a step compares too
+            exchange.check_configuration(description)
+            parts.is_checked = True
         gradients, positions = {}, {}
         for position, (gradient, variable) in enumerate(zip(call.gradients, call.variables, strict=True)):
             if isinstance(gradient, tf.Tensor):

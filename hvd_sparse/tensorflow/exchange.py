@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from hvd_sparse.announcement import BETWEEN_STEPS, check_all_between_steps, ranks_apart
 from hvd_sparse.checkpoint import REASON_BYTES, refusal
-from hvd_sparse.configuration_check import AGREE_SECONDS, check_failed, digest, explain_difference
+from hvd_sparse.configuration_check import CHECK_SECONDS, check_failed, digest, explain_difference
 from hvd_sparse.members import Members, is_elastic
 from hvd_sparse.pieces import WORD_BYTES, Pieces, plan_pieces
 
@@ -124,7 +124,7 @@ class Exchange(Members):
         with tf.control_dependencies([check]):
             return tf.identity(tensor)
 
-    def agree(self, lines: list[str]) -> None:
+    def check_configuration(self, lines: list[str]) -> None:
         """Raise ValueError on every rank, naming the difference, unless all ranks pass the same lines.
 
         Runs eagerly, outside any graph. TensorFlow 1 graphs, where this is impossible, compare a digest in every step
@@ -183,7 +183,7 @@ class Exchange(Members):
         digests = self._meet(STARTING, digest(lines))
         if all(one == digests[0] for one in digests):
             return
-        texts = self._gather_bytes("agree.text", "\n".join(lines).encode())
+        texts = self._gather_bytes("configuration.text", "\n".join(lines).encode())
         raise ValueError(explain_difference([text.decode().split("\n") for text in texts]))
 
     def _gather_bytes(self, name: str, content: bytes) -> list[bytes]:
@@ -222,7 +222,7 @@ class Announcement:
 
 
 def in_time(function: Callable, announced: Announcement | None = None):
-    """Return the result of a function that waits for all ranks; RuntimeError if it takes over AGREE_SECONDS.
+    """Return the result of a function that waits for all ranks; RuntimeError if it takes over CHECK_SECONDS.
 
     announced: detects that other ranks are in a step instead.
 
@@ -239,13 +239,13 @@ def in_time(function: Callable, announced: Announcement | None = None):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + AGREE_SECONDS
+    deadline = time.monotonic() + CHECK_SECONDS
     while thread.is_alive() and time.monotonic() < deadline:
-        thread.join(0.05 if announced else AGREE_SECONDS)
+        thread.join(0.05 if announced else CHECK_SECONDS)
         if announced and thread.is_alive():
             announced.check()
     if thread.is_alive():
-        raise RuntimeError(check_failed(AGREE_SECONDS))
+        raise RuntimeError(check_failed(CHECK_SECONDS))
     if failures:
         raise failures[0]
     if announced:

@@ -9,12 +9,12 @@ change from step to step inside a tf.function. A seed is any integer that fits 6
 elements that share the quantization levels of low-bit values, see `hvd_sparse.wire`.
 """
 
-from collections.abc import Sequence
 from typing import TypeAlias
 
 import tensorflow as tf
 
 from hvd_sparse.library import find_library
+from hvd_sparse.sampling import signed
 
 _ops = tf.load_op_library(find_library("tensorflow"))  # of `bucket_ops`, `varying_ops` and `row_ops`, too
 
@@ -33,17 +33,12 @@ def _integer(value: Integer) -> tf.Tensor:
 
 def _seed(seed: Integer) -> tf.Tensor:
     """Return a seed as the signed 64-bit integer that the operators expect."""
-    return _integer(seed if tf.is_tensor(seed) else (int(seed) + 2**63) % 2**64 - 2**63)
+    return _integer(seed if tf.is_tensor(seed) else signed(int(seed)))
 
 
 def _segments(segments: tf.Tensor | None) -> tf.Tensor:
     """Return segments in the form that the operators expect."""
     return tf.zeros([0, 2], tf.int64) if segments is None else tf.cast(segments, tf.int64)
-
-
-def _of_each(weight_decay: float | Sequence[float], members: Sequence) -> list[float]:
-    """Return one weight decay for each member of a bucket."""
-    return [weight_decay] * len(members) if isinstance(weight_decay, int | float) else list(weight_decay)
 
 
 def accumulate(
@@ -256,7 +251,7 @@ def scatter_update(variable: tf.Variable, indices: tf.Tensor, values: tf.Tensor)
 
 
 def take_sum(
-    total: tf.Tensor, token: tf.Tensor, expected: Real, is_void: bool | tf.Tensor, shape: tf.TensorShape
+    total: tf.Tensor, token: tf.Tensor, expected: Real, is_skipped: bool | tf.Tensor, shape: tf.TensorShape
 ) -> tf.Tensor:
     """Return a sum in the shape of its gradient, without a copy, after a check of how Horovod reduced it.
 
@@ -264,7 +259,7 @@ def take_sum(
         total: float32, as many elements as the shape has.
         token: float32[1 or more]: the reduced result of a `token`, whose first number was 1 before.
         expected: What the first number of the token has to be now, but for a relative error of 0.001.
-        is_void: If true, the result is NaN everywhere.
+        is_skipped: If true, the result is NaN everywhere.
         shape: That of the result, fully known.
 
     Returns:
@@ -273,4 +268,4 @@ def take_sum(
     Raises:
         tf.errors.InvalidArgumentError: The token has another value, or the sum another number of elements.
     """
-    return _ops.hvd_sparse_take_sum(total, token, _number(expected, tf.float32), is_void, shape=shape)
+    return _ops.hvd_sparse_take_sum(total, token, _number(expected, tf.float32), is_skipped, shape=shape)

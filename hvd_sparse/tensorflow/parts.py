@@ -33,7 +33,7 @@ class Parts:
         self.traffic = traffic
         self.threshold_rows: Mapping[str, int] = {}
         self.averages = True  # whether results are means over ranks, as in the call that was traced last
-        self.agreed = False
+        self.is_checked = False
         self.norm: tf.Tensor | None = None  # of the residuals, in a graph of TensorFlow 1
         self.reduced: set[str] = set()  # names of the variables in calls so far
         self.log: Callable[[int], None] | None = None  # reports a step

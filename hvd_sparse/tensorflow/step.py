@@ -27,6 +27,7 @@ from hvd_sparse.checks import checked_density
 from hvd_sparse.dense_fallback import DenseFallback, TensorSize
 from hvd_sparse.half import largest_sent
 from hvd_sparse.members import is_elastic
+from hvd_sparse.sampling import signed
 from hvd_sparse.schedule import Constant
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs import CODECS
@@ -128,7 +129,7 @@ class Step:
         sparse = sorted((arrival for arrival in arrivals if arrival.is_sparse), key=lambda arrival: arrival.name)
         buckets = self.codec.encode(sparse, inner) if sparse else []
         self._vote(now, arrivals, inner.units)
-        inner.overflow, inner.ignores_payloads, inner.agrees = now.overflow, now.ignores_payloads, now.agrees
+        inner.overflow, inner.ignores_payloads, inner.balances = now.overflow, now.ignores_payloads, now.balances
         sent = self.codec.learn(buckets, inner) if sparse else self.codec.miss(inner)
         for bucket in buckets:
             sent += self.codec.decode(bucket, self.codec.collect(bucket, inner), inner)
@@ -190,7 +191,7 @@ class Step:
             seconds.set_shape([])
             if fallback.is_measured or fallback.density(schedule.highest) >= 1.0:
                 is_dense = density >= 1.0
-        base = ((self.algorithm.seed << 32) + 2**63) % 2**64 - 2**63  # as a signed integer of 64 bits
+        base = signed(self.algorithm.seed << 32)
         loss_scale = self._loss_scale.read_value() if scale is None else scale
         # A gradient is S * passes times the mean, and so is the result that Horovod divides by `passes` afterwards.
         units = Units(self.exchange.size(), reduction, loss_scale * passes)
@@ -261,7 +262,7 @@ class Step:
         all_bad, _, all_seconds, all_regions = tf.split(sums, [1, 1, len(seconds), regions.shape.num_elements()])
         now.overflow = all_bad[0] > 0.0
         if regions.shape[0] > 0:
-            now.agrees = self._agrees(tf.reshape(all_regions, regions.shape))
+            now.balances = self._balances(tf.reshape(all_regions, regions.shape))
         if seconds:
             mean = all_seconds[0] / self.exchange.size()
             now.noted.append(tf.numpy_function(self._note, [now.number, mean], tf.int64).op)
@@ -282,8 +283,8 @@ class Step:
         own = tf.zeros([3], tf.float64) if numbers is None else numbers
         return tf.one_hot(self.hosts.shard_number, self.hosts.host_size, dtype=tf.float64)[:, None] * own
 
-    def _agrees(self, sums: tf.Tensor) -> tf.Tensor:
-        """Return whether ranks with this shard agree on regions in this step, from the summed numbers: `must_agree`."""
+    def _balances(self, sums: tf.Tensor) -> tf.Tensor:
+        """Return whether ranks with this shard balance regions in this step, by `must_balance` of the sums."""
         hosts = self.hosts
         shard, ranks = (0, self.exchange.size()) if hosts is None else (hosts.shard_number, hosts.count)
         due, known, squares = tf.unstack(sums[shard])

@@ -228,7 +228,7 @@ class ScaledThreshold:
             make_variable([1], f"hvd_sparse/threshold/scaled_{kind}", tf.float64) for kind in ("value", "k")
         ]
 
-    def plan(self, k: tf.Tensor, ranks: int) -> tuple[tf.Tensor, tf.Tensor]:
+    def plan(self, k: tf.Tensor, world_size: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the float64 threshold of a step, reset if k has changed; and -1, for no share."""
         value, known = self._value.read_value()[0], self._k.read_value()[0]
         k = tf.cast(k, tf.float64)
@@ -254,12 +254,12 @@ class PredictedThreshold:
             for kind in ("value", "k", "growth", "elasticity", "share", "ranks")
         ]
 
-    def plan(self, k: tf.Tensor, ranks: int) -> tuple[tf.Tensor, tf.Tensor]:
+    def plan(self, k: tf.Tensor, world_size: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Return a step's threshold and this rank's share of k, float64."""
 
         def plan(numbers: np.ndarray, k: np.ndarray) -> np.ndarray:
             """Return threshold and share."""
-            threshold, share = _restored(numbers).plan(int(k), ranks)
+            threshold, share = _restored(numbers).plan(int(k), world_size)
             return np.array([min(threshold, NEVER), share])
 
         planned = tf.numpy_function(plan, [self._numbers(), k], tf.float64, stateful=False)

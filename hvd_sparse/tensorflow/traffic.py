@@ -32,7 +32,7 @@ class Counted:
 
 
 class TrafficVariables:
-    """Counters of one compressor on this rank: see `hvd_sparse.traffic.Traffic`. A graph knows no seconds."""
+    """Counters of one compressor on this rank: see `hvd_sparse.torch.traffic.Traffic`. A graph knows no seconds."""
 
     def __init__(self):
         self.variables = [

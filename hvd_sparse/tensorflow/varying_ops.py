@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from hvd_sparse.tensorflow.ops import Integer, Real, _integer, _number, _of_each, _ops, _seed
+from hvd_sparse.buckets import of_each
+from hvd_sparse.tensorflow.ops import Integer, Real, _integer, _number, _ops, _seed
 
 
 def locate_payloads(
@@ -69,8 +70,7 @@ def filter_bucket(
         thresholds: float64[members], at least 0.
         ks: int64[members]. 0: the residuals that reach the threshold are selected. If k > 0, the threshold is that of
             the k largest accumulated residuals, and at least the smallest positive float32; `thresholds` is then a
-            guess that only changes the cost, 0.0 for none. If k < 0, at most the -k largest residuals are selected,
-            without zeros.
+            guess that only changes the cost, 0.0 for none.
         is_active: If false, no gradient is accumulated.
         momentum, nesterov: As in `ops.accumulate`.
         weight_decay: A number, or one for each member.
@@ -94,7 +94,7 @@ def filter_bucket(
     lists = (list(gradients), *([one.handle for one in buffers] for buffers in (residuals, velocities)))
     stages = tf.zeros([len(gradients)], tf.int64) if stages is None else stages
     numbers = (factors, is_active, thresholds, ks, stages, _seed(seed))
-    rule = {"momentum": momentum, "nesterov": nesterov, "weight_decays": _of_each(weight_decay, gradients)}
+    rule = {"momentum": momentum, "nesterov": nesterov, "weight_decays": of_each(weight_decay, gradients)}
     form = {"coding": coding, "value_dtype": value_dtype, "channels": list(channels), "level": level}
     form["distribution"] = distribution
     return tuple(_ops.hvd_sparse_filter_bucket(*lists, list(parameters), *numbers, **rule, **form))

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from hvd_sparse.buckets import BucketLayout
+from hvd_sparse.buckets import BucketLayout, of_each
+from hvd_sparse.sampling import signed
 from hvd_sparse.threshold import ThresholdHint
-from hvd_sparse.torch.ops import _of_each, _ops, _signed
+from hvd_sparse.torch.ops import _ops
 
 
 def _numbers(layout: BucketLayout, members: Sequence[int] | None) -> tuple:
@@ -82,7 +83,7 @@ def accumulate_bucket(
             changed.
     """
     lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
-    rule = (momentum, nesterov, _of_each(weight_decay, gradients), _signed(seed), hints, out)
+    rule = (momentum, nesterov, of_each(weight_decay, gradients), signed(seed), hints, out)
     return _ops.accumulate_bucket(*lists, *rule, *_numbers(layout, members), coding, value_dtype, level)
 
 

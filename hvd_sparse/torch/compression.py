@@ -75,7 +75,7 @@ class SparseCompressor(Compressor):
                 return self.compress(tensor)
         with self._lock:
             if self._check.is_due():
-                self._agree()
+                self._check_configuration()
             with self._traffic.timed("compress"):
                 step, parameters = self._step, self._parameters
                 if not self._under_way or self._finished:

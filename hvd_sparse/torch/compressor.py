@@ -24,7 +24,7 @@ from hvd_sparse.torch.optimizer_step import OptimizerStep
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.state import gather_state, restore_state
 from hvd_sparse.torch.step import Step
-from hvd_sparse.traffic import Traffic
+from hvd_sparse.torch.traffic import Traffic
 from hvd_sparse.units import Units, checked_loss_scale
 
 WITHIN_A_STEP = (
@@ -192,7 +192,7 @@ class Compressor(abc.ABC):
             self._step.forget_tensors()
             self._check.forget()
 
-    def _agree(self) -> None:
+    def _check_configuration(self) -> None:
         """Compare settings with all ranks: before the first step, and again after each reset of an elastic job.
 
         Ranks that a reset has added expect nothing of their first step, and start at step 0: the others expect nothing
@@ -201,7 +201,7 @@ class Compressor(abc.ABC):
         self._exchange.size()  # raises if the backend is not initialised
         self._parameters.check_device()
         self._start_all_checks()
-        if self._check.has_agreed:
+        if self._check.has_passed:
             self._drop()
             self._step.forget_tensors()
         furthest = self._check.finish(self._description())
@@ -217,9 +217,8 @@ class Compressor(abc.ABC):
         self._check.start(self._description(), self._number)
 
     def _description(self) -> list[str]:
-        where = (
-            f"gradients are compressed on {self._step.device.type}"  # else, one rank's tensors would wait for others
-        )
+        # Collectives on the CPU and on a GPU do not match: the ranks would wait for each other.
+        where = f"gradients are compressed on {self._step.device.type}"
         return [*self.algorithm.describe(), where, *self._parameters.describe(), *self._step.describe()]
 
     def _arrival_of(self, name: str, gradient: torch.Tensor, frozen: bool) -> Arrival:

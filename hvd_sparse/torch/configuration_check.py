@@ -18,18 +18,18 @@ class ConfigurationCheck:
 
     def __init__(self, exchange: Exchange):
         self._exchange = exchange
-        self._agreed_in: object | None = None  # the incarnation in which all ranks had the same settings
+        self._passed_in: object | None = None  # the incarnation in which all ranks had the same settings
         self._forgotten_in: object | None = None  # the incarnation in which `forget` was called after that
         self._started: tuple[object, Pending | None] | None = None  # a check and its incarnation; None if lost
 
     @property
-    def has_agreed(self) -> bool:
+    def has_passed(self) -> bool:
         """Whether all ranks had the same settings, in this incarnation or an earlier one, since `forget`."""
-        return self._agreed_in is not None
+        return self._passed_in is not None
 
     def is_due(self) -> bool:
         """Return whether the ranks have to compare settings before the next step."""
-        return self._agreed_in is not self._exchange.collectives.incarnation()
+        return self._passed_in is not self._exchange.collectives.incarnation()
 
     def start(self, lines: list[str], step: int) -> None:
         """Start comparing settings with all ranks, unless that is in flight, done, or not possible yet."""
@@ -58,20 +58,20 @@ class ConfigurationCheck:
             raise RuntimeError(LOST)
         if self._forgotten_in is now:
             self._exchange.announce()
-            gathered = self._exchange.wait_between_steps(pending, exchange.AGREE_SECONDS)
+            gathered = self._exchange.wait_between_steps(pending, exchange.CHECK_SECONDS)
         else:
-            gathered = pending.wait_at_most(exchange.AGREE_SECONDS)
+            gathered = pending.wait_at_most(exchange.CHECK_SECONDS)
         with _lock:
             self._started, self._forgotten_in = None, None
-            self._agreed_in = now
+            self._passed_in = now
         try:
-            return self._exchange.agree(gathered, lines)
+            return self._exchange.finish_check(gathered, lines)
         except ValueError:
-            self._agreed_in = None
+            self._passed_in = None
             raise
 
     def forget(self) -> None:
         """Make the ranks compare settings again before the next step."""
-        if self._agreed_in is not None:  # not its truth: Horovod's is an empty dictionary between steps
-            self._forgotten_in = self._agreed_in
-        self._agreed_in = None
+        if self._passed_in is not None:  # not its truth: Horovod's is an empty dictionary between steps
+            self._forgotten_in = self._passed_in
+        self._passed_in = None

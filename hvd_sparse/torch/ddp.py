@@ -215,7 +215,7 @@ class DDPCompressor(Compressor):
     def _open_step(self) -> None:
         """Begin a step."""
         if self._check.is_due():
-            self._agree()
+            self._check_configuration()
         self._arrived, self._arrived_names = [], set()
         self._collectives.leaves_out = self._leaves_out()
         self._begin()

@@ -10,12 +10,12 @@ import torch
 
 from hvd_sparse.announcement import BETWEEN_STEPS, check_all_between_steps, ranks_apart
 from hvd_sparse.checkpoint import REASON_BYTES, refusal
-from hvd_sparse.configuration_check import AGREE_SECONDS, DIGEST_BYTES, check_failed, digest, explain_difference
+from hvd_sparse.configuration_check import CHECK_SECONDS, DIGEST_BYTES, check_failed, digest, explain_difference
 from hvd_sparse.pieces import MOST_WORDS, WORD_BYTES, Pieces, plan_pieces
 from hvd_sparse.torch.collectives import Collectives, Handle
-from hvd_sparse.traffic import Traffic
+from hvd_sparse.torch.traffic import Traffic
 
-SMALL_BYTES = 1 << 14  # all ranks' messages of a step: sending these is faster than waiting for one more collective
+SMALL_BYTES = 1 << 14  # payloads of all ranks: up to here an all-reduce gathers them, which need not wait for `present`
 STEP_BYTES = 8  # size of a step number in the configuration check
 MOST_REGION_NUMBERS = 3  # numbers after the first in the presence sum: a fixed count, so that all ranks' tensors match
 
@@ -75,18 +75,18 @@ class Exchange:
         most_bytes: the upper bound of a rank's payload, the same on all ranks; None if all payloads have one size. It
         determines the number of collectives (`hvd_sparse.pieces`).
         """
-        ranks, words = self.size(), payload.view(torch.int64)
-        cut = plan_pieces(payload.numel() if most_bytes is None else most_bytes, ranks)
+        world_size, words = self.size(), payload.view(torch.int64)
+        cut = plan_pieces(payload.numel() if most_bytes is None else most_bytes, world_size)
         parts = [words] if cut.pieces == 1 else cut_pieces(words, cut)
         names = [name] if cut.pieces == 1 else _names_of_pieces(name, cut)
         gather = self.collectives.gather if most_bytes is None else self.collectives.gather_varying
         sent_bytes = WORD_BYTES * sum(map(torch.numel, parts))
-        self.traffic.count(payload_bytes=sent_bytes - payload.numel())
+        self.traffic.count(payload_bytes=sent_bytes)
 
         def finish(*gathered: torch.Tensor) -> torch.Tensor:
             """Join the pieces, and count the received bytes."""
             self.traffic.count(surplus_bytes=WORD_BYTES * sum(map(torch.numel, gathered)) - 2 * sent_bytes)
-            whole = gathered[0] if cut.pieces == 1 else join_pieces(gathered, ranks, cut)
+            whole = gathered[0] if cut.pieces == 1 else join_pieces(gathered, world_size, cut)
             return whole.view(torch.uint8)
 
         return Pending(*map(gather, names, parts), finish=finish)
@@ -126,7 +126,7 @@ class Exchange:
         """
         rows = payload.new_zeros(self.size(), payload.numel())
         rows[self.rank()] = payload
-        self.traffic.count(payload_bytes=rows.numel() - payload.numel())
+        self.traffic.count(payload_bytes=rows.numel())
         handle = self.collectives.add(name, rows.view(torch.int64))
         return Pending(handle, finish=lambda total: total.view(torch.uint8).view(-1))
 
@@ -137,9 +137,9 @@ class Exchange:
     def start_check(self, lines: list[str], step: int) -> Pending:
         """Start comparing configuration lines and step numbers across ranks."""
         content = digest(lines) + step.to_bytes(STEP_BYTES, "little")
-        return self.allgather("agree.digest", torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        return self.allgather("configuration.digest", torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
-    def agree(self, gathered: torch.Tensor, lines: list[str]) -> int:
+    def finish_check(self, gathered: torch.Tensor, lines: list[str]) -> int:
         """Return the largest step of any rank, from the result of `start_check`.
 
         Raises ValueError on every rank, naming the difference, unless all ranks have the same lines.
@@ -150,8 +150,8 @@ class Exchange:
             return int(steps.contiguous().view(torch.int64).max())
         text = torch.frombuffer(bytearray("\n".join(lines).encode()), dtype=torch.uint8)
         length = torch.tensor([text.numel()], dtype=torch.int64, device="cpu")
-        lengths = self.collectives.gather("agree.length", length).wait()
-        texts = self.collectives.gather_varying("agree.text", text).wait().split(lengths.tolist())
+        lengths = self.collectives.gather("configuration.length", length).wait()
+        texts = self.collectives.gather_varying("configuration.text", text).wait().split(lengths.tolist())
         raise ValueError(explain_difference([bytes(part.tolist()).decode().split("\n") for part in texts]))
 
     def ask_presence(self, own: torch.Tensor) -> Pending:
@@ -175,7 +175,7 @@ class Exchange:
         self._forget_lost()
         if self._announced is None and self.collectives.may_join:
             if self._asked is not None:
-                between = int(self._asked.wait_at_most(AGREE_SECONDS)[0] // BETWEEN_STEPS)
+                between = int(self._asked.wait_at_most(CHECK_SECONDS)[0] // BETWEEN_STEPS)
                 if between > 0:
                     raise RuntimeError(ranks_apart(between, self.size()))
             own = torch.tensor([BETWEEN_STEPS, *[0.0] * MOST_REGION_NUMBERS], dtype=torch.float64, device="cpu")
@@ -228,7 +228,7 @@ class Exchange:
         own = f"{why} {text}".encode()[:REASON_BYTES].ljust(REASON_BYTES)
         gathered = self.allgather("between", torch.frombuffer(bytearray(own), dtype=torch.uint8))
         self.announce()
-        rows = self.wait_between_steps(gathered, AGREE_SECONDS).view(-1, REASON_BYTES).tolist()
+        rows = self.wait_between_steps(gathered, CHECK_SECONDS).view(-1, REASON_BYTES).tolist()
         answers = [bytes(row).decode(errors="ignore").rstrip().partition(" ") for row in rows]
         if any(reason != why for reason, _, _ in answers):
             raise RuntimeError(ranks_apart(sum(reason == why for reason, _, _ in answers), len(answers)))
@@ -247,10 +247,10 @@ def cut_pieces(words: torch.Tensor, cut: Pieces) -> list[torch.Tensor]:
     return parts + [words.new_zeros(1) for _ in range(cut.pieces - len(parts))]
 
 
-def join_pieces(gathered: Sequence[torch.Tensor], ranks: int, cut: Pieces) -> torch.Tensor:
+def join_pieces(gathered: Sequence[torch.Tensor], world_size: int, cut: Pieces) -> torch.Tensor:
     """Return the ranks' messages, concatenated in rank order, without the numbers of words and the padding."""
     begins, parts = [0] * cut.pieces, []
-    for _ in range(ranks):
+    for _ in range(world_size):
         left = 1 + int(gathered[0][begins[0]])
         for piece, words in enumerate(gathered):
             length = min(left, cut.words)

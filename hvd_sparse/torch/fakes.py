@@ -6,7 +6,7 @@ from hvd_sparse.partition import SKETCH_BINS
 
 
 def register(with_cuda: bool) -> None:
-    """Tell torch of all operators, once their library is loaded; some are there only if it was built with CUDA."""
+    """Register the fakes of all operators of a loaded library; some are there only if it was built with CUDA."""
     _register_selection_fakes()
     _register_row_fakes()
     _register_wire_fakes()
@@ -21,7 +21,7 @@ def _empty(values: torch.Tensor, shape: tuple, dtype: torch.dtype | None = None)
 
 
 def _register_selection_fakes() -> None:
-    """Tell torch.compile and fake tensors the shapes of what accumulates and selects."""
+    """Register the fakes of the operators that accumulate and select."""
     fake = torch.library.register_fake
 
     @fake("hvd_sparse::accumulate")
@@ -47,7 +47,7 @@ def _register_selection_fakes() -> None:
 
 
 def _register_row_fakes() -> None:
-    """Tell the same of what selects in rows."""
+    """Register the fakes of the operators on rows."""
     fake = torch.library.register_fake
 
     @fake("hvd_sparse::select_top_k_rows")
@@ -64,7 +64,7 @@ def _register_row_fakes() -> None:
 
 
 def _register_wire_fakes() -> None:
-    """Tell torch.compile and fake tensors the shapes of what codes and decodes."""
+    """Register the fakes of the operators that code and decode."""
     fake = torch.library.register_fake
 
     @fake("hvd_sparse::locate_payloads")
@@ -95,7 +95,7 @@ def _register_wire_fakes() -> None:
 
 
 def _register_bucket_fakes() -> None:
-    """Tell the same of what works on buckets."""
+    """Register the fakes of the operators on buckets."""
     fake = torch.library.register_fake
 
     @fake("hvd_sparse::accumulate_bucket")
@@ -135,7 +135,7 @@ def _register_bucket_fakes() -> None:
 
 
 def _register_cuda_fakes() -> None:
-    """Tell the same of what there is on CUDA devices only."""
+    """Register the fakes of the operators that are there for CUDA devices only."""
     fake = torch.library.register_fake
 
     @fake("hvd_sparse::take_decode_status")

@@ -23,8 +23,8 @@ from hvd_sparse.torch.optimizer_step import OptimizerStep
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.step import Step
+from hvd_sparse.torch.traffic import PartOfStep, Traffic
 from hvd_sparse.torch.vote import RanksDiffer, checked_sums, start_vote, vote_of
-from hvd_sparse.traffic import PartOfStep, Traffic
 from hvd_sparse.units import Units
 
 HOST_BYTES = 1 << 22  # of one message of dense gradients within a host; larger tensors are sent alone, without a copy
@@ -350,19 +350,14 @@ class HierarchicalStep(OptimizerStep):
         started = []
         for title, (names, _) in self._groups.items():
             own = [self._result_of(name, scale) for name in names] if self.shard is not None else []
-            sizes = [
-                sum(int(self.cuts[name][j + 1] - self.cuts[name][j]) for name in names)
-                for j in range(self._host.shards)
-            ]
-            started.append((names, self._host.gather(f"{title}.result", own, sizes)))
-        sums: dict[str, list[tuple[ShardResult, int]]] = {}
-        for names, pending in started:
+            lengths = np.diff([self.cuts[name] for name in names])  # of each tensor's shards
+            pending = self._host.gather(f"{title}.result", own, lengths.sum(axis=0).tolist())
+            started.append((names, np.cumsum(lengths, axis=0) - lengths, pending))
+        sums = {}
+        for names, begins, pending in started:
             with self.traffic.timed("exchange"):
                 parts = pending.wait()
-            for shard, part in enumerate(parts):
-                ends = np.cumsum([0, *(int(np.diff(self.cuts[name])[shard]) for name in names)]).tolist()
-                for name, begin in zip(names, ends[:-1], strict=True):
-                    sums.setdefault(name, []).append((part, begin))
+            sums |= {name: list(zip(parts, own, strict=True)) for name, own in zip(names, begins.tolist(), strict=True)}
         return sums
 
     def _result_of(self, name: str, scale: float) -> torch.Tensor:

@@ -80,9 +80,7 @@ class Host:
         """
         if self.size == 1:
             return Pending(finish=lambda: [ShardResult(None, torch.cat(list(pieces)))])
-        most, packed = WORD_BYTES * (2 + max(sizes)), _packed(pieces)
-        self.exchange.traffic.count(payload_bytes=packed.numel())
-        gathered = self.exchange.allgather(name, packed, most)
+        gathered = self.exchange.allgather(name, _packed(pieces), WORD_BYTES * (2 + max(sizes)))
         return Pending(finish=lambda: list(_unpacked(gathered.wait(), sizes)))
 
 

@@ -11,11 +11,10 @@ always on the CPU. docs/cuda.md lists the differences on CUDA devices: above all
 (`take_decode_status`) instead of raised.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from hvd_sparse.library import find_library, has_cuda
+from hvd_sparse.sampling import signed
 from hvd_sparse.torch import fakes
 
 torch.ops.load_library(find_library("torch"))
@@ -24,16 +23,6 @@ _ops = torch.ops.hvd_sparse  # of `bucket_ops`, `varying_ops` and `row_ops`, too
 
 _CHECKS = "magic, version, coding, value dtype, reserved field, element count n, entries, checksum, positions"
 FAILED_CHECKS = tuple(_CHECKS.split(", "))  # as `take_decode_status` numbers them, from 1
-
-
-def _signed(seed: int) -> int:
-    """Return a seed as the signed 64-bit integer that the operators expect."""
-    return (seed + 2**63) % 2**64 - 2**63
-
-
-def _of_each(weight_decay: float | Sequence[float], members: Sequence) -> Sequence[float]:
-    """Return one weight decay for each member of a bucket."""
-    return [weight_decay] * len(members) if isinstance(weight_decay, int | float) else weight_decay
 
 
 def accumulate(
@@ -92,7 +81,7 @@ def select_top_k(
     Raises:
         ValueError: k is out of range, or values have another type.
     """
-    return _ops.select_top_k(values, k, _signed(seed), threshold_hint)
+    return _ops.select_top_k(values, k, signed(seed), threshold_hint)
 
 
 def filter_threshold(values: torch.Tensor, threshold: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,7 +119,7 @@ def select_threshold(
     Raises:
         ValueError: The method is unknown, a number is out of range, or values have another type.
     """
-    return _ops.select_threshold(values, k, method, sample_fraction, _signed(seed))
+    return _ops.select_threshold(values, k, method, sample_fraction, signed(seed))
 
 
 def all_finite(values: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from hvd_sparse.torch.error_feedback import ErrorFeedback, StatePart
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.tokens import Tokens
-from hvd_sparse.traffic import Traffic
+from hvd_sparse.torch.traffic import Traffic
 from hvd_sparse.units import Units
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hvd_sparse.reduce_scatter import must_agree
+from hvd_sparse.reduce_scatter import must_balance
 from hvd_sparse.torch.codecs.base import Bucket, Scattered
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.presence import Presence
@@ -33,11 +33,11 @@ class ReduceScatter:
         scattered = [bucket for bucket in buckets if bucket.scattered is not None]
         if not scattered:
             return []
-        agrees = must_agree(presence.sums(), self.exchange.size())
-        unknown = [bucket for bucket in scattered if agrees or bucket.scattered.regions.bounds is None]
+        balances = must_balance(presence.sums(), self.exchange.size())
+        unknown = [bucket for bucket in scattered if balances or bucket.scattered.regions.bounds is None]
         if unknown and not wait:
             return scattered
-        self._agree(unknown)
+        self._balance(unknown)
         for bucket in scattered:
             data = bucket.scattered
             data.sent = sent = data.regions.split(data.selected)
@@ -54,7 +54,6 @@ class ReduceScatter:
             data = bucket.scattered
             payload, data.excess = data.regions.reduce(received, data.sent.padding, self._seed)
             name, most = f"{bucket.name}.kept", data.regions.most_kept_bytes
-            self.exchange.traffic.count(payload_bytes=payload.size)
             bucket.pending = self.exchange.allgather(name, torch.from_numpy(payload), most)
             collectives.append(bucket.pending)
         for bucket in started:
@@ -71,7 +70,7 @@ class ReduceScatter:
             bucket.pending = self.exchange.allreduce(f"{bucket.name}.completed", own)
             collectives.append(bucket.pending)
 
-    def _agree(self, buckets: Sequence[Bucket]) -> None:
+    def _balance(self, buckets: Sequence[Bucket]) -> None:
         """Balance the regions by a histogram of the selected indices of all ranks."""
         every = [bucket.scattered for bucket in buckets]
         counts = [torch.from_numpy(data.regions.count(data.selected)) for data in every]

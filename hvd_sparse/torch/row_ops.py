@@ -7,7 +7,8 @@ A mask has no gradient.
 
 import torch
 
-from hvd_sparse.torch.ops import _ops, _signed
+from hvd_sparse.sampling import signed
+from hvd_sparse.torch.ops import _ops
 
 
 def select_top_k_rows(values: torch.Tensor, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,7 +28,7 @@ def select_top_k_rows(values: torch.Tensor, k: int, seed: int = 0) -> tuple[torc
     Raises:
         ValueError: k is out of range, or values are no such matrix.
     """
-    return _ops.select_top_k_rows(values.detach(), k, _signed(seed))
+    return _ops.select_top_k_rows(values.detach(), k, signed(seed))
 
 
 def laplace_threshold_rows(values: torch.Tensor, density: float) -> torch.Tensor:

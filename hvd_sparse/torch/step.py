@@ -26,8 +26,8 @@ from hvd_sparse.torch.optimizer_step import OptimizerStep
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.reduce_scatter import ReduceScatter
+from hvd_sparse.torch.traffic import Traffic
 from hvd_sparse.torch.vote import checked_sums, start_vote, vote_of
-from hvd_sparse.traffic import Traffic
 from hvd_sparse.units import Units
 
 
@@ -182,15 +182,13 @@ class Step(OptimizerStep):
     def finish(self) -> None:
         """Send all buckets that have not been sent: no gradient is compressed after this in the step."""
         self._frozen_everywhere = self._find_frozen_everywhere()
-        known = {*self.expected, *self._frozen_everywhere}
-        has_changed = bool(self._awaited or {*self.arrivals} - known)  # a tensor is missing or new
-        if has_changed and self.expected and self.codec.is_joint and not self._is_sealed:
-            # All share a late bucket.
-            self._bucket_of, known = {}, set(self._frozen_everywhere)
-            self._is_sealed = True
+        planned = self._frozen_everywhere.union(self.expected)
+        if self.codec.is_joint and not self._is_sealed and (self._awaited or self.arrivals.keys() - planned):
+            # A tensor is missing or new: the planned joint selection is dropped, and all tensors share a late bucket.
+            planned, self._bucket_of, self._is_sealed = self._frozen_everywhere, {}, True
         if not self._is_sealed:
             self._seal()
-        late = [self.arrivals[name] for name in sorted(self.arrivals) if name not in known]
+        late = [self.arrivals[name] for name in sorted(self.arrivals) if name not in planned]
         if late:
             self._start_late(late)
         self._release(wait=True)
@@ -315,8 +313,6 @@ class Step(OptimizerStep):
         self.codec.encode(bucket, arrivals)
         if bucket.message is None:
             return
-        if bucket.scattered is None:
-            self.traffic.count(payload_bytes=bucket.message.numel())
         if bucket.is_small:
             bucket.pending = self.exchange.gather_small(bucket.name, bucket.message)
             self._collectives.append(bucket.pending)

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from hvd_sparse.torch.ops import _of_each, _ops, _signed
+from hvd_sparse.buckets import of_each
+from hvd_sparse.sampling import signed
+from hvd_sparse.torch.ops import _ops
 
 
 def locate_payloads(
@@ -94,8 +96,7 @@ def filter_bucket(
         thresholds: Of each member, at least 0.
         ks: One for each member. 0: the residuals that reach the threshold are selected. If k > 0, the threshold is that
             of the k largest accumulated residuals, and at least the smallest positive float32; `thresholds` is then a
-            guess that only changes the cost, 0.0 for none. If k < 0, at most the -k largest residuals are selected,
-            without zeros.
+            guess that only changes the cost, 0.0 for none.
         is_active: If false, no gradient is accumulated.
         momentum, nesterov: As in `ops.accumulate`.
         weight_decay: A number, or one for each member.
@@ -117,8 +118,8 @@ def filter_bucket(
         NotImplementedError: A tensor is on a CUDA device.
     """
     lists = (list(gradients), list(residuals), list(velocities), list(parameters), factors)
-    numbers = (momentum, nesterov, _of_each(weight_decay, gradients), is_active, thresholds, ks)
-    fit = (stages, distribution, _signed(seed))
+    numbers = (momentum, nesterov, of_each(weight_decay, gradients), is_active, thresholds, ks)
+    fit = (stages, distribution, signed(seed))
     return _ops.filter_bucket(*lists, *numbers, coding, value_dtype, level, channels, *fit)
 
 
@@ -159,7 +160,7 @@ def accumulate_partition(
         ValueError: A list has another length, a tensor another type or size, the tensors overlap, or a number is out of
             range.
     """
-    numbers = (begin, end, threshold, share, sample, _signed(seed))
+    numbers = (begin, end, threshold, share, sample, signed(seed))
     return _ops.accumulate_partition(list(gradients), list(residuals), factors, begins, *numbers)
 
 
@@ -187,7 +188,7 @@ def fit_thresholds(
         ValueError: A list has another length, a residual another type, a number is out of range, or the distribution is
             unknown.
     """
-    return _ops.fit_thresholds(list(residuals), ks, stages, distribution, _signed(seed)).tolist()
+    return _ops.fit_thresholds(list(residuals), ks, stages, distribution, signed(seed)).tolist()
 
 
 def reduce_located_bucket(

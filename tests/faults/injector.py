@@ -107,7 +107,7 @@ class Injector:
         @functools.wraps(original)
         def wrapped(*arguments, **named):
             """Let the fault happen first, but not in what is no part of a step: the comparison of settings."""
-            if not any(isinstance(one, str) and one.startswith("agree.") for one in arguments):
+            if not any(isinstance(one, str) and one.startswith("configuration.") for one in arguments):
                 self.enter(phase, arguments)
             return original(*arguments, **named)
 

@@ -145,28 +145,18 @@ TEST(AFilterRefusesWithoutTouching) {
   EXPECT_EQ(residual, joined.residual, "nothing has happened");
 }
 
-TEST(TheSignOfKSaysWhatKindOfFilter) {
-  const auto parse = [](int64_t k, int64_t stages) {
-    FilterParams filter;
-    EXPECT_STATUS(StatusKind::kOk, ParseFilter(2.5, k, {stages, Distribution::kGamma, 3}, 5, &filter), k);
-    EXPECT_EQ(2.5, filter.threshold, k);
+TEST(CountAndStagesSayWhatKindOfFilter) {
+  const auto make = [](int64_t k, int64_t stages) {
+    const FilterParams filter = MakeFilter(2.5, k, {stages, Distribution::kGamma, 3});
+    EXPECT(filter.threshold == 2.5 && filter.k == k, k);
     return filter;
   };
-  EXPECT_EQ(FilterKind::kThreshold, parse(0, 0).kind, "0");
-  EXPECT_EQ(FilterKind::kWithTies, parse(3, 0).kind, "3");
-  EXPECT_EQ(int64_t{3}, parse(3, 0).k, "3");
-  EXPECT_EQ(FilterKind::kExactly, parse(-5, 0).kind, "-5");
-  EXPECT_EQ(int64_t{5}, parse(-5, 0).k, "-5");
-  const FilterParams fitted = parse(3, 2);
+  EXPECT_EQ(FilterKind::kThreshold, make(0, 0).kind, "0");
+  EXPECT_EQ(FilterKind::kWithTies, make(3, 0).kind, "3");
+  EXPECT_EQ(FilterKind::kWithTies, make(-3, 0).kind, "which CheckFilter refuses");
+  const FilterParams fitted = make(3, 2);
   EXPECT_EQ(FilterKind::kFitted, fitted.kind, "with stages");
-  EXPECT_EQ(int64_t{3}, fitted.k, "with stages");
   EXPECT(fitted.fit.stages == 2 && fitted.fit.distribution == Distribution::kGamma && fitted.fit.seed == 3, "the fit");
-  for (const int64_t k : {int64_t{-6}, std::numeric_limits<int64_t>::min()}) {
-    FilterParams filter;
-    const Status status = ParseFilter(2.5, k, {}, 5, &filter);
-    EXPECT_STATUS(StatusKind::kInvalidArgument, status, k);
-    EXPECT(status.message.find("got k = " + std::to_string(k)) != std::string::npos, status.message);
-  }
 }
 
 }  // namespace

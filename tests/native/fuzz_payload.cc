@@ -135,15 +135,16 @@ void CheckAgainstOracle(const PayloadFormat& format, const Bytes& bytes, const E
 // Reads a matrix from the same bytes into heap arrays of exact size: it has these entries, or is refused, too.
 void CheckRows(const PayloadFormat& format, const Exact& copy, int64_t size, const Entries* entries) {
   if (ItemSize(format.dtype) == 0) return;
-  const auto n = static_cast<size_t>(format.n), width = sizeof(float) * (format.dtype == DType::kFloat64 ? 2 : 1);
+  const auto n = static_cast<size_t>(format.n), width = static_cast<size_t>(ItemSize(format.dtype));
   const std::unique_ptr<uint8_t[]> values(new uint8_t[n * width]), mask(new uint8_t[n]);
-  const Status status = UnpackRows(format, copy.get(), size, true, values.get(), mask.get());
+  const Status status = UnpackRows(format, copy.get(), size, values.get(), mask.get());
   Require(status.ok() == (entries != nullptr), format, "reads a matrix where there is none, or none where there is");
   if (entries == nullptr) return;
   for (size_t j = 0; j < entries->count; ++j) {
     const auto index = static_cast<size_t>(entries->indices[j]);
-    const bool same = std::memcmp(&values[index * width], &entries->values[j * width], width) == 0;
-    Require(mask[index] == 1 && same, format, "reads another matrix");
+    uint64_t bits = 0;
+    std::memcpy(&bits, &values[index * width], width);
+    Require(mask[index] == 1 && SameNumber(Decode(format.dtype, bits), entries->At(j)), format, "reads another matrix");
   }
   const auto kept = static_cast<size_t>(std::count(mask.get(), mask.get() + n, uint8_t{1}));
   const auto zeros = static_cast<size_t>(std::count(mask.get(), mask.get() + n, uint8_t{0}));

@@ -56,21 +56,16 @@ std::vector<uint8_t> PackOneByOne(const PayloadFormat& format, const Values& val
 }
 
 // The selected values have the requested width; all others are zero.
-void CheckValues(const Values& values, const Mask& mask, bool wide, const std::vector<uint8_t>& found) {
+void CheckValues(const Values& values, const Mask& mask, const std::vector<uint8_t>& found) {
   const DType dtype = values.dtype();
-  const DType stored = wide && ItemSize(dtype) == 2 ? DType::kFloat32 : dtype;
-  const auto width = static_cast<size_t>(ItemSize(stored));
+  const auto width = static_cast<size_t>(ItemSize(dtype));
   for (int64_t i = 0; i < values.size(); ++i) {
     uint64_t bits = 0;
     std::memcpy(&bits, &found[static_cast<size_t>(i) * width], width);
     const double number = mask[static_cast<size_t>(i)] != 0 ? values.At(i) : 0.0;
-    const double decoded = Decode(stored, bits);
+    const double decoded = Decode(dtype, bits);
     EXPECT(number == decoded || (std::isnan(number) && std::isnan(decoded)), Name(dtype) << " at " << i);
   }
-}
-
-size_t WidthOf(DType dtype, bool wide) {
-  return wide && ItemSize(dtype) == 2 ? 4 : static_cast<size_t>(ItemSize(dtype));
 }
 
 void CheckRows(const Values& values, const Mask& mask, Coding coding) {
@@ -81,15 +76,12 @@ void CheckRows(const Values& values, const Mask& mask, Coding coding) {
   std::fill(payload.begin(), payload.end(), uint8_t{0xa5});
   EXPECT_STATUS(StatusKind::kOk, PackRows(format, values.array(), mask.get(), payload.data()), kept << " of " << n);
   EXPECT(expected == payload, Name(values.dtype()) << ", " << Name(coding) << ", " << kept << " of " << n);
-  for (const bool wide : {true, false}) {
-    std::vector<uint8_t> found(static_cast<size_t>(n) * WidthOf(values.dtype(), wide), 0xa5), places(found.size(), 7);
-    EXPECT_STATUS(
-        StatusKind::kOk,
-        UnpackRows(format, payload.data(), static_cast<int64_t>(payload.size()), wide, found.data(), places.data()),
-        kept << " of " << n);
-    EXPECT(std::equal(mask.get(), mask.get() + n, places.begin()), kept << " of " << n);
-    CheckValues(values, mask, wide, found);
-  }
+  std::vector<uint8_t> found(static_cast<size_t>(n * ItemSize(values.dtype())), 0xa5), places(found.size(), 7);
+  EXPECT_STATUS(StatusKind::kOk,
+                UnpackRows(format, payload.data(), static_cast<int64_t>(payload.size()), found.data(), places.data()),
+                kept << " of " << n);
+  EXPECT(std::equal(mask.get(), mask.get() + n, places.begin()), kept << " of " << n);
+  CheckValues(values, mask, found);
 }
 
 void CheckKept(const Values& values, const Mask& mask) {
@@ -100,14 +92,12 @@ void CheckKept(const Values& values, const Mask& mask) {
   std::fill(payload.begin(), payload.end(), uint8_t{0xa5});
   EXPECT_STATUS(StatusKind::kOk, PackKept(format, values.array(), mask.get(), payload.data()), format.n);
   EXPECT(expected == payload, Name(values.dtype()) << ", " << format.n);
-  for (const bool wide : {true, false}) {
-    std::vector<uint8_t> found(static_cast<size_t>(n) * WidthOf(values.dtype(), wide), 0xa5);
-    EXPECT_STATUS(StatusKind::kOk,
-                  UnpackKept(values.dtype(), payload.data(), static_cast<int64_t>(payload.size()), mask.get(), n, wide,
-                             found.data()),
-                  format.n);
-    CheckValues(values, mask, wide, found);
-  }
+  std::vector<uint8_t> found(static_cast<size_t>(n * ItemSize(values.dtype())), 0xa5);
+  EXPECT_STATUS(
+      StatusKind::kOk,
+      UnpackKept(values.dtype(), payload.data(), static_cast<int64_t>(payload.size()), mask.get(), n, found.data()),
+      format.n);
+  CheckValues(values, mask, found);
 }
 
 constexpr int64_t kSizes[] = {1, 7, 63, 64, 65, 1000, 70001};
@@ -174,7 +164,7 @@ TEST(DamageIsNoticed) {
       std::vector<uint8_t> places(130, 7);
       EXPECT_STATUS(
           StatusKind::kCorruptPayload,
-          UnpackRows(format, changed.data(), static_cast<int64_t>(changed.size()), true, found.data(), places.data()),
+          UnpackRows(format, changed.data(), static_cast<int64_t>(changed.size()), found.data(), places.data()),
           "bit " << bit);
       EXPECT(found == std::vector<float>(130, 5.0f) && places == std::vector<uint8_t>(130, 7), "bit " << bit);
     }
@@ -188,7 +178,7 @@ TEST(PayloadsOfOtherMasks) {
   const std::vector<uint8_t> payload = PackOneByOne(format, values, mask, false);
   std::vector<float> found(130);
   const auto unpack = [&](const std::vector<uint8_t>& bytes, const Mask& with, DType dtype) {
-    return UnpackKept(dtype, bytes.data(), static_cast<int64_t>(bytes.size()), with.get(), 130, true, found.data());
+    return UnpackKept(dtype, bytes.data(), static_cast<int64_t>(bytes.size()), with.get(), 130, found.data());
   };
   EXPECT_STATUS(StatusKind::kOk, unpack(payload, mask, DType::kFloat32), "its own");
   EXPECT_STATUS(StatusKind::kCorruptPayload, unpack(payload, none, DType::kFloat32), "none");

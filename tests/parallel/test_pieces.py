@@ -12,7 +12,7 @@ from hvd_sparse import pieces
 from hvd_sparse.torch import Compression
 from hvd_sparse.torch.collectives.horovod import HorovodCollectives
 from hvd_sparse.torch.exchange import Exchange
-from hvd_sparse.traffic import Traffic
+from hvd_sparse.torch.traffic import Traffic
 
 SHAPES = {"big": (120, 50), "middle": (2000,), "small": (64,)}
 METHODS = {  # a payload of each, with headers of 32 bytes, is longer than a piece, or may be

@@ -47,9 +47,9 @@ def assert_nothing_entered(compression):
             assert np.isfinite(buffer.numpy()).all(), (name, kind)
 
 
-def assert_void(reduced, is_void):
+def assert_skipped(reduced, is_skipped):
     for name, result in reduced.items():
-        assert np.isnan(result).all() if is_void else np.isfinite(result).all(), name
+        assert np.isnan(result).all() if is_skipped else np.isfinite(result).all(), name
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -65,7 +65,7 @@ def test_one_bad_gradient_voids_the_step_on_every_rank(method, scope, bad):
         victim = list(SHAPES)[t // 2 % 3] if t % 2 == 0 else None
         hit = victim is not None and hvd.rank() == t // 2 % hvd.size()
         reduced = reduce(spoilt(gradients, victim, BAD[bad]) if hit else gradients)
-        assert_void(reduced, victim is not None)
+        assert_skipped(reduced, victim is not None)
         assert_nothing_entered(reduce.compression)
         for name in SPARSE:
             balance[name] += total(spoilt(gradients, name, 0.0)[name] if hit and name == victim else gradients[name])
@@ -87,10 +87,10 @@ def test_of_every_type(dtype):
     reduce = fresh("dgc", "tensor", dtype=dtype)
     for t in range(2 * len(values)):
         fed = draw(SHAPES, t, hvd.rank())
-        is_void = t % 2 == 1
-        if is_void and hvd.rank() == hvd.size() - 1:
+        is_skipped = t % 2 == 1
+        if is_skipped and hvd.rank() == hvd.size() - 1:
             fed = spoilt(fed, list(SHAPES)[t // 2], values[t // 2])
-        assert_void(reduce(fed), is_void)
+        assert_skipped(reduce(fed), is_skipped)
         assert_nothing_entered(reduce.compression)
 
 
@@ -101,13 +101,13 @@ def test_an_infinity_in_a_dense_float16_gradient_is_not_clamped_away(method, den
     """A dense float16 tensor is clamped to what float16 holds: the check for infinity has to come before that."""
     reduce = fresh(method, "tensor", dtype=tf.float16, density=density)
     for t in range(4):
-        is_void, fed = t % 2 == 1, draw(SHAPES, t, hvd.rank())
+        is_skipped, fed = t % 2 == 1, draw(SHAPES, t, hvd.rank())
         before = {name: memory_of(reduce.compression, name) for name in ("weight", "bias")}
-        if is_void and hvd.rank() == hvd.size() - 1:
+        if is_skipped and hvd.rank() == hvd.size() - 1:
             fed = spoilt(fed, "bias" if t == 1 or density < 1.0 else "weight", BAD[bad])
-        assert_void(reduce(fed), is_void)
+        assert_skipped(reduce(fed), is_skipped)
         assert_nothing_entered(reduce.compression)
-        if is_void:
+        if is_skipped:
             np.testing.assert_array_equal(memory_of(reduce.compression, "bias"), before["bias"])
 
 
@@ -133,7 +133,7 @@ def test_a_gradient_that_is_not_finite_clips_no_other(clipped):
     """The finite gradients of two skipped steps stay in the residuals unclipped; the next step sends them."""
     small = {**zeros(), "weight": draw(SHAPES, 1, 0)["weight"] * 1e-3}
     for bad in (np.nan, np.inf):
-        assert_void(clipped(spoilt(small, "head", bad) if hvd.rank() == 0 else small), True)
+        assert_skipped(clipped(spoilt(small, "head", bad) if hvd.rank() == 0 else small), True)
     reduced = clipped(zeros())
     np.testing.assert_allclose(reduced["weight"], 2.0 * small["weight"], rtol=1e-5)
     assert not reduced["head"].any()
@@ -154,14 +154,14 @@ def test_a_void_dense_step_has_not_been(scope):
     balance = {name: np.zeros(SHAPES[name]) for name in SPARSE}
     for t in range(6):
         gradients = whole_numbers(SHAPES, t, hvd.rank())
-        is_void = t in (1, 3)
+        is_skipped = t in (1, 3)
         before = {name: memory_of(reduce.compression, name) for name in SPARSE}
         victim = ("weight", "bias")[t // 2 % 2]
-        reduced = reduce(spoilt(gradients, victim, np.nan) if is_void and hvd.rank() == 0 else gradients)
-        assert_void(reduced, is_void)
+        reduced = reduce(spoilt(gradients, victim, np.nan) if is_skipped and hvd.rank() == 0 else gradients)
+        assert_skipped(reduced, is_skipped)
         for name in SPARSE:
             after = memory_of(reduce.compression, name)
-            if is_void:
+            if is_skipped:
                 np.testing.assert_array_equal(after, before[name], err_msg=name)
             else:
                 balance[name] += total(gradients[name]) - reduced[name]
@@ -177,10 +177,10 @@ def test_a_void_dense_step_leaves_the_velocity(density):
     for t in range(6):
         reduce.compression.step.assign(2 * t + 1)  # only the odd ones
         drawn = [draw(SHAPES, t, rank) for rank in range(hvd.size())]
-        is_void = t in (2, 3)
-        hit = is_void and hvd.rank() == 0
+        is_skipped = t in (2, 3)
+        hit = is_skipped and hvd.rank() == 0
         reduced = reduce(spoilt(drawn[0], "head", np.nan) if hit else drawn[hvd.rank()])
-        assert_void(reduced, is_void)
-        for name in () if is_void else SHAPES:
+        assert_skipped(reduced, is_skipped)
+        for name in () if is_skipped else SHAPES:
             velocity[name] = 0.5 * velocity[name] + sum(one[name] for one in drawn) / hvd.size()
             np.testing.assert_allclose(reduced[name], velocity[name], rtol=1e-5, atol=1e-5, err_msg=name)

@@ -104,7 +104,7 @@ def test_compressions_built_in_another_order_are_refused(run_job):
     code, output = run_job(
         """
         from hvd_sparse.torch import exchange
-        exchange.AGREE_SECONDS = 3
+        exchange.CHECK_SECONDS = 3
         if hvd.rank() == 1:
             make(["stranger"])
         step(*make(["a", "b"]))
@@ -119,7 +119,7 @@ def test_a_process_set_given_to_the_optimizer_alone_is_refused(run_job):
     code, output = run_job(
         """
         from hvd_sparse.torch import exchange
-        exchange.AGREE_SECONDS = 5
+        exchange.CHECK_SECONDS = 5
         part = hvd.add_process_set([0, 1])
         parameters, optimizer = make(["a"], optimizer_options={"process_set": part})
         step(parameters, optimizer)

@@ -12,7 +12,7 @@ from hvd_sparse.reduce_scatter import (
     SparseVector,
     add_in_order,
     known_bounds,
-    must_agree,
+    must_balance,
     region_numbers,
     restored,
     state_of,
@@ -185,11 +185,11 @@ def test_sums_are_made_in_the_order_of_the_ranks():
 def test_ranks_agree_when_it_is_time_or_when_they_differ():
     one, other = np.array([0, 40, 100]), np.array([0, 41, 100])
     same, different = region_numbers({("a",): one}, 3), region_numbers({("a",): other}, 3)
-    assert not must_agree(np.add(same, same), 2)
-    assert must_agree(np.add(same, different), 2)
-    assert must_agree(np.add(same, region_numbers({}, 3)), 2), "a rank that has joined"
-    assert must_agree(np.add(same, region_numbers({("b",): one}, 3)), 2), "other tensors"
-    assert must_agree(2 * np.array(region_numbers({("a",): one}, BALANCE_STEPS)), 2)
+    assert not must_balance(np.add(same, same), 2)
+    assert must_balance(np.add(same, different), 2)
+    assert must_balance(np.add(same, region_numbers({}, 3)), 2), "a rank that has joined"
+    assert must_balance(np.add(same, region_numbers({("b",): one}, 3)), 2), "other tensors"
+    assert must_balance(2 * np.array(region_numbers({("a",): one}, BALANCE_STEPS)), 2)
 
 
 def test_regions_are_state():

@@ -14,7 +14,7 @@ from hvd_sparse.configuration_check import digest, explain_difference
 from hvd_sparse.parameter_server import DGS, DCTAsync
 from hvd_sparse.schedule import WarmUp
 from hvd_sparse.threshold import ThresholdHint
-from hvd_sparse.traffic import Traffic
+from hvd_sparse.torch.traffic import Traffic
 
 
 @pytest.mark.parametrize("method", [Settings.dgc, Settings.gradient_dropping])
@@ -127,7 +127,7 @@ def test_hint_follows_the_threshold_and_learns_from_misses():
 
 def test_traffic_adds_up_and_nested_time_counts_once(monkeypatch):
     clock = iter([0.0, 1.0, 4.0, 10.0])
-    monkeypatch.setattr("hvd_sparse.traffic.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("hvd_sparse.torch.traffic.perf_counter", lambda: next(clock))
     traffic = Traffic()
     with traffic.timed("decompress"), traffic.timed("exchange"):
         pass

@@ -75,17 +75,17 @@ class Variables:
         numbers = [([0.5] * len(SIZES), tf.float32), (self.ks, tf.int64), ([hint] * len(self.ks), tf.float64)]
         return self.call(call, *numbers, (is_active, tf.bool))
 
-    def clear(self, message, is_void=False):
-        def call(message, ks, is_void):
+    def clear(self, message, is_skipped=False):
+        def call(message, ks, is_skipped):
             """Return something: a graph needs an output to be called for."""
-            with tf.control_dependencies(_operations(self._clear(message, ks, is_void))):
+            with tf.control_dependencies(_operations(self._clear(message, ks, is_skipped))):
                 return tf.constant(0)
 
-        self.call(call, (message, tf.uint8), (self.ks, tf.int64), (is_void, tf.bool))
+        self.call(call, (message, tf.uint8), (self.ks, tf.int64), (is_skipped, tf.bool))
 
-    def _clear(self, message, ks, is_void):
+    def _clear(self, message, ks, is_skipped):
         return bucket_ops.clear_bucket(
-            message, ks, is_void, self.residuals, self.velocities, **self.wire, retained=RETAINED
+            message, ks, is_skipped, self.residuals, self.velocities, **self.wire, retained=RETAINED
         )
 
     def reduce(self, gathered, ranks, scale):
@@ -163,8 +163,8 @@ def test_void_nothing_is_cleared(rule, form, joint, traced):
     variables = Variables(bucket, joint, traced)
     message = variables.accumulate()[0]
     bucket.accumulate()
-    variables.clear(message, is_void=True)
-    variables.clear(np.zeros(3, np.uint8), is_void=True)  # nor even read
+    variables.clear(message, is_skipped=True)
+    variables.clear(np.zeros(3, np.uint8), is_skipped=True)  # nor even read
     variables.check_memory(bucket)
 
 
@@ -277,7 +277,10 @@ def test_wrong_arguments_of_joint_members_touch_nothing():
         (lambda: bucket_ops.clear_bucket(packed(), [3], False, [zeros(5)]), "clear_bucket: message must have .* bytes"),
         (lambda: bucket_ops.clear_bucket(packed(), [2], False, [zeros(5)], [zeros(6)]), "velocity and residual differ"),
         (lambda: bucket_ops.clear_bucket(packed(), [2], False, [zeros(5)], [zeros(5), zeros(5)]), "2 velocities but 1"),
-        (lambda: bucket_ops.clear_bucket(packed(), [2], [False], [zeros(5)]), "clear_bucket: is_void must be a scalar"),
+        (
+            lambda: bucket_ops.clear_bucket(packed(), [2], [False], [zeros(5)]),
+            "bucket: is_skipped must be a scalar",
+        ),
         (lambda: bucket_ops.clear_bucket(packed()[None], [2], False, [zeros(5)]), "message must have one dimension"),
         (lambda: bucket_ops.clear_bucket(packed(6), [2], False, [zeros(5)]), "clear_bucket: payload"),
         (lambda: bucket_ops.reduce_bucket(packed(), [5], 1, [2, 2]), "reduce_bucket: ks must have 1 entries"),
@@ -312,9 +315,9 @@ def test_a_damaged_payload_names_its_rank_and_clears_nothing(joint):
 def test_sums_are_taken_without_a_copy(traced):
     total = tf.random.stateless_normal([600], [1, 2])
 
-    def take(total, token, expected, is_void):
+    def take(total, token, expected, is_skipped):
         """Take the sum of three ranks."""
-        return ops.take_sum(total, token, expected, is_void, tf.TensorShape([20, 30]))
+        return ops.take_sum(total, token, expected, is_skipped, tf.TensorShape([20, 30]))
 
     call = tf.function(take, autograph=False) if traced else take
     found = call(total, tf.constant([3.0, 6.0]), 3.0, tf.constant(False))
@@ -337,10 +340,12 @@ def test_sums_are_taken_without_a_copy(traced):
         ([1.0], [1.0], "expected must be a scalar"),
     ],
 )
-@pytest.mark.parametrize("is_void", [False, True])
-def test_a_sum_with_a_wrong_token_is_refused(token, expected, message, is_void):
+@pytest.mark.parametrize("is_skipped", [False, True])
+def test_a_sum_with_a_wrong_token_is_refused(token, expected, message, is_skipped):
     with pytest.raises(Invalid, match=f"hvd_sparse.take_sum: .*{message}"):
-        ops.take_sum(tf.ones([6]), tf.constant(token, tf.float32), tf.constant(expected), is_void, tf.TensorShape([6]))
+        ops.take_sum(
+            tf.ones([6]), tf.constant(token, tf.float32), tf.constant(expected), is_skipped, tf.TensorShape([6])
+        )
 
 
 def test_a_token_may_be_rounded():
@@ -350,9 +355,9 @@ def test_a_token_may_be_rounded():
         ops.take_sum(tf.ones([6]), [0.334], 1 / 3, False, tf.TensorShape([6]))
 
 
-@pytest.mark.parametrize("is_void", [False, True])
-def test_a_sum_of_another_size_is_refused(is_void):
+@pytest.mark.parametrize("is_skipped", [False, True])
+def test_a_sum_of_another_size_is_refused(is_skipped):
     with pytest.raises(Invalid, match=r"take_sum: a sum of 6 elements does not fit shape \[2,4\]"):
-        ops.take_sum(tf.ones([6]), [1.0], 1.0, is_void, tf.TensorShape([2, 4]))
-    with pytest.raises(Invalid, match="is_void must be a scalar"):
-        ops.take_sum(tf.ones([6]), [1.0], 1.0, [is_void], tf.TensorShape([6]))
+        ops.take_sum(tf.ones([6]), [1.0], 1.0, is_skipped, tf.TensorShape([2, 4]))
+    with pytest.raises(Invalid, match="is_skipped must be a scalar"):
+        ops.take_sum(tf.ones([6]), [1.0], 1.0, [is_skipped], tf.TensorShape([6]))

@@ -238,8 +238,8 @@ WRONG = [
     ({"thresholds": [math.nan] * 5, "ks": [0] * 5}, "threshold must be a number >= 0, got nan"),
     ({"thresholds": [-1.0] * 5, "ks": [0] * 5}, "threshold must be a number >= 0, got -1"),
     ({"ks": [0, 8, 0, 0, 0]}, r"k must be in \[1, 7\], the number of values; got 8"),
-    ({"ks": [0, -8, 0, 0, 0]}, r"-k must be in \[1, 7\], the number of values; got k = -8"),
-    ({"ks": [0, -(2**63), 0, 0, 0]}, r"-k must be in \[1, 7\], the number of values; got k = -9223372036854775808"),
+    ({"ks": [0, -1, 0, 0, 0]}, r"k must be in \[1, 7\], the number of values; got -1"),
+    ({"ks": [0, -(2**63), 0, 0, 0]}, r"k must be in \[1, 7\], the number of values; got -9223372036854775808"),
     ({"channels": [1, 2]}, "channels must have 5 entries, one a member; got 2"),
     ({"channels": [1, 1, 1, 1, 0], "value_dtype": "int2"}, "channels"),
 ]
@@ -257,7 +257,7 @@ def test_wrong_arguments_are_named(changes, message):
     "changes",
     [
         {"ks": [0, 0, 0, 0, 70_001]},
-        {"ks": [0, 0, 0, 0, -70_001]},
+        {"ks": [0, 0, 0, 0, -1]},
         {"ks": [0] * 5, "thresholds": [*THRESHOLDS[:4], math.nan]},
         {"ks": [1, 1, 1, 1, 70_001], "stages": [1] * 5},
     ],
@@ -265,10 +265,10 @@ def test_wrong_arguments_are_named(changes, message):
 def test_a_wrong_argument_of_the_last_member_changes_no_other(changes):
     drawn, expected = Drawn({}, {}), Drawn({}, {})
     variables = Variables(drawn, traced=False)
-    with pytest.raises(Invalid, match=r"hvd_sparse.filter_bucket: (-?k|threshold) must be"):
+    with pytest.raises(Invalid, match=r"hvd_sparse.filter_bucket: (k|threshold) must be"):
         variables.call(**changes)
     same_memory(variables.residuals, expected.residuals)
-    with pytest.raises(ValueError, match=r"hvd_sparse.filter_bucket: (-?k|threshold) must be"):
+    with pytest.raises(ValueError, match=r"hvd_sparse.filter_bucket: (k|threshold) must be"):
         drawn.torch(**changes)
     same_memory(drawn.residuals, expected.residuals)
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hvd_sparse.reduce_scatter import must_agree
+from hvd_sparse.reduce_scatter import must_balance
 from hvd_sparse.torch.vote import RanksDiffer, checked_sums, vote_of
 from hvd_sparse.units import Units
 
@@ -42,5 +42,5 @@ def test_a_rank_at_another_step_is_noticed(ranks):
 @pytest.mark.parametrize("ranks", RANKS)
 def test_equal_regions_need_no_agreement(ranks):
     for digest in (0, 1, 40_009, 65_521, 65_535):
-        assert not must_agree([0.0, float(digest * ranks), float(digest * digest * ranks)], ranks)
-        assert must_agree([0.0, float(digest * ranks + 1), float(digest * digest * ranks + 2 * digest + 1)], ranks)
+        assert not must_balance([0.0, float(digest * ranks), float(digest * digest * ranks)], ranks)
+        assert must_balance([0.0, float(digest * ranks + 1), float(digest * digest * ranks + 2 * digest + 1)], ranks)

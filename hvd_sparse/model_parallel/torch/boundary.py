@@ -100,7 +100,7 @@ class ThresholdBoundary(torch.nn.Module):
         }
 
     def extra_repr(self) -> str:
-        """Say the settings."""
+        """Return the settings as text, for `repr`."""
         return self.settings.describe()
 
     def _learn(self, thresholds: torch.Tensor) -> None:

@@ -63,7 +63,7 @@ class Round:
     overflow: tf.Tensor | None = None
     ignores_payloads: tf.Tensor | None = None  # after an overflow, or in a dense step
     counted: Counted = field(default_factory=Counted)
-    agrees: tf.Tensor | None = None  # whether this step agrees on the regions of a reduce-scatter
+    balances: tf.Tensor | None = None  # whether this step agrees on the regions of a reduce-scatter
     messages: list = field(default_factory=list)  # of reduce-scatters
 
 

@@ -50,7 +50,7 @@ class OwnedRegions(FixedCount):
     def region_numbers(self, now: Round) -> tf.Tensor | None:
         """Return the numbers by which the ranks check that they have the same regions, float64[3].
 
-        Their sum over ranks is for `must_agree`.
+        Their sum over ranks is for `must_balance`.
         """
         if not self.scatters:
             return None
@@ -72,13 +72,13 @@ class OwnedRegions(FixedCount):
         selected = tf.numpy_function(message.select, [bucket.message, bucket.ks], (tf.int64, tf.float32))
         indices, values = (tf.ensure_shape(part, [None]) for part in selected)
         counts = tf.cond(
-            now.agrees,
+            now.balances,
             lambda: self._count(message, indices, now),
             lambda: tf.zeros([min(message.n, BINS)], tf.float64),
         )
-        now.counted.add(payload_bytes=tf.where(now.agrees, 8 * counts.shape[0], 0))
+        now.counted.add(payload_bytes=tf.where(now.balances, 8 * counts.shape[0], 0))
         is_dense = tf.constant(False) if now.is_dense is None else now.is_dense
-        arguments = [now.agrees, is_dense, once(now.present, counts), bucket.ks, indices, values]
+        arguments = [now.balances, is_dense, once(now.present, counts), bucket.ks, indices, values]
         own, splits = tf.numpy_function(message.split, arguments, (tf.uint8, tf.int32))
         received = self.exchange.alltoall(f"{bucket.name}{now.suffix}", tf.ensure_shape(own, [None]), splits)
         payload, *excess = tf.numpy_function(message.reduce, [received, now.seed], (tf.uint8, tf.int64, tf.float32))
@@ -175,13 +175,13 @@ class Message:
         """Return the bounds of the regions; None if the ranks have to agree on them."""
         return known_bounds(self._codec.regions, self.names, self.n, self._codec.exchange.size())
 
-    def split(self, agrees, is_dense, counts, ks, indices, values) -> tuple[np.ndarray, np.ndarray]:
+    def split(self, balances, is_dense, counts, ks, indices, values) -> tuple[np.ndarray, np.ndarray]:
         """Return the message to the owners, and the number of words for each.
 
         In a dense step the graph runs this on nothing that was selected: such regions are not kept.
         """
         self._regions = self._make(int(ks.sum()))
-        if agrees:
+        if balances:
             self._regions.balance(counts)
         else:
             self._regions.bounds = self.known_bounds()

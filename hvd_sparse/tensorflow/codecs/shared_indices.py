@@ -30,7 +30,10 @@ class IndexBucket(Bucket):
 
 
 class SharedIndices(Codec):
-    """Each rank selects indices, disjoint between ranks; then all ranks sum their values at all of them."""
+    """All ranks send their values at the same indices.
+
+    They are those that the ranks have selected, no two the same (CLT-k, MiCRO), or that each rank computes (random-k).
+    """
 
     def __init__(self, *arguments):
         super().__init__(*arguments)

@@ -16,7 +16,7 @@ from hvd_sparse.torch import ops
 from hvd_sparse.torch.error_feedback import ErrorFeedback
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.parameters import Parameters
-from hvd_sparse.traffic import Traffic
+from hvd_sparse.torch.traffic import Traffic
 from hvd_sparse.units import Units
 from hvd_sparse.wire import LOW_BITS, top_k_count
 
@@ -160,7 +160,7 @@ class Codec(abc.ABC):
         self.finite = []
 
     def end(self) -> None:
-        """End a complete step."""
+        """End a step, also one that all ranks have given up."""
         self.finite = []
 
     def region_numbers(self) -> list[float]:

@@ -55,7 +55,7 @@ class OwnedRegions(FixedCount):
         self._used = {}
 
     def end(self) -> None:
-        """End a complete step."""
+        """End a step, also one that all ranks have given up."""
         super().end()
         if self._used:
             self.regions = {names: regions.bounds for names, regions in self._used.items()}

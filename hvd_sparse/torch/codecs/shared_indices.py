@@ -23,7 +23,10 @@ from hvd_sparse.wire import LOW_BITS, largest_payload, payload_size
 
 
 class SharedIndices(Codec):
-    """Each rank selects indices, disjoint between ranks; then all ranks sum their values at all of them."""
+    """All ranks send their values at the same indices.
+
+    They are those that the ranks have selected, no two the same (CLT-k, MiCRO), or that each rank computes (random-k).
+    """
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -46,7 +49,7 @@ class SharedIndices(Codec):
         self._put_back()
 
     def end(self) -> None:
-        """End a complete step."""
+        """End a step, also one that all ranks have given up."""
         super().end()
         self._put_back()
 
@@ -79,9 +82,9 @@ class SharedIndices(Codec):
             indices = self._shared_indices(gathered, payload.n)
         self.traffic.count(sent=len(indices))
         sum_values = self._sum_values if self.algorithm.values == "float32" else self._sum_quantized
-        sketches = self.selection.sketches(bucket.name)
-        sent, total, left = sum_values(bucket, whole.residual, indices, scale, sketches)
-        self.selection.learn(bucket.name, payload.k, len(indices))
+        rows = self._rows(self.selection.sketch(bucket.name))
+        sent, total, left, sketches = sum_values(bucket, whole.residual, indices, scale, rows)
+        self.selection.learn(payload.k, len(indices), sketches)
         bucket.sums = self._spread(bucket, sent, total, arrivals)
         whole.clear(sent, left)
 
@@ -100,24 +103,28 @@ class SharedIndices(Codec):
         bucket_ops.reduce_bucket(packed.view(1, -1), list(sums.values()), layout=layout, members=bucket.numbers(names))
         return sums
 
+    def _rows(self, sketch: torch.Tensor) -> torch.Tensor:
+        """Return the sketches to exchange with the values, float32[ranks, 65 or 0]: zeros but for this rank's row."""
+        rows = torch.zeros(self.now.world_size, len(sketch), dtype=torch.float32, device="cpu")
+        rows[self.now.rank] = sketch
+        return rows
+
     def _sum_values(
-        self, bucket: Bucket, residual: torch.Tensor, indices: torch.Tensor, scale: float, sketches
+        self, bucket: Bucket, residual: torch.Tensor, indices: torch.Tensor, scale: float, rows: torch.Tensor
     ) -> tuple:
-        """Return the indices, the sums of all ranks' values, and None (no rounding errors); add `sketches` up, too."""
+        """Return the indices, the sums of all ranks' values, None (no rounding errors), and the sum of `rows`."""
         values = residual.index_select(0, indices).mul_(scale)  # before the sum, which might overflow otherwise
-        if sketches is not None:
-            values = torch.cat([values, sketches.view(-1).to(values.device)])
-        self.traffic.count(payload_bytes=4 * len(values))
+        sent = torch.cat([values, rows.view(-1).to(values.device)])
+        self.traffic.count(payload_bytes=sent.nbytes)
         with self.traffic.timed("exchange"):
-            total = self.exchange.allreduce(f"{bucket.name}.values", values).wait()
-        if sketches is not None:
-            sketches.copy_(total[len(indices) :].view_as(sketches))
-        return indices, total[: len(indices)], None
+            total = self.exchange.allreduce(f"{bucket.name}.values", sent).wait()
+        total, sketches = total.split([len(indices), rows.numel()])
+        return indices, total, None, sketches.view_as(rows).cpu()
 
     def _sum_quantized(
-        self, bucket: Bucket, residual: torch.Tensor, indices: torch.Tensor, scale: float, sketches
+        self, bucket: Bucket, residual: torch.Tensor, indices: torch.Tensor, scale: float, rows: torch.Tensor
     ) -> tuple:
-        """Return the indices, reordered by group, the sums of all ranks' values, and the rounding errors."""
+        """Return the indices, reordered by group, the sums of all ranks' values, rounding errors, and sketches."""
         dtype, segments = self.algorithm.values, bucket.payloads[0].segments
         if dtype in LOW_BITS:
             order, segments = map(torch.from_numpy, by_group(indices.numpy(force=True), segments))
@@ -128,18 +135,14 @@ class SharedIndices(Codec):
         form = ("dense", dtype, segments)
         packed = sent.new_empty(ops.payload_size(k, k, *form), dtype=torch.uint8)
         ops.pack(places, sent, k, k, packed, *form)
-        size = packed.numel()
-        if sketches is not None:
-            row = torch.nn.functional.pad(sketches[self.now.rank], (0, sketches.shape[1] % 2))  # a multiple of 8 bytes
-            packed = torch.cat([packed, row.view(torch.uint8).to(packed.device)])
-        self.traffic.count(payload_bytes=packed.numel())
+        own = torch.nn.functional.pad(rows[self.now.rank], (0, rows.shape[1] % 2))  # a multiple of 8 bytes
+        message = torch.cat([packed, own.view(torch.uint8).to(packed.device)])
         with self.traffic.timed("exchange"):
-            gathered = self.exchange.allgather(f"{bucket.name}.values", packed).wait().view(self.now.world_size, -1)
-        if sketches is not None:
-            sketches.copy_(gathered[:, size:].contiguous().view(torch.float32)[:, : sketches.shape[1]])
+            gathered = self.exchange.allgather(f"{bucket.name}.values", message).wait().view(self.now.world_size, -1)
+        sketches = gathered[:, packed.numel() :].contiguous().view(torch.float32)[:, : rows.shape[1]].cpu()
         total = sent.new_empty(k)
         ops.reduce_payloads(gathered, 0, k, k, total, scale, *form)
-        return indices, total[: len(indices)], values - sent
+        return indices, total[: len(indices)], values - sent, sketches
 
     def _shared_indices(self, gathered: torch.Tensor, n: int) -> torch.Tensor:
         """Return the indices that all ranks selected, ascending."""
@@ -190,14 +193,17 @@ class Selection(abc.ABC):
 
     @abc.abstractmethod
     def select_indices(self, residual: torch.Tensor, bucket: Bucket, arrivals: Arrivals) -> torch.Tensor:
-        """Accumulate the gradients; return ascending indices into the whole model's residual."""
+        """Return ascending indices into the whole model's residual.
 
-    def sketches(self, name: str) -> torch.Tensor | None:
-        """Return sketches to sum with a bucket's values, float32[ranks, 65], zeros but for this rank's row; or None."""
-        return None
+        With `sends_indices`, accumulate the gradients first; otherwise the codec has done so.
+        """
 
-    def learn(self, name: str, k: int, count: int) -> None:  # noqa: B027 - a selection without a threshold has nothing to learn
-        """Update the threshold from the number of indices that all ranks selected and the summed sketches."""
+    def sketch(self, name: str) -> torch.Tensor:
+        """Return this rank's sketch of a bucket, to exchange with the values, float32[65]; or an empty one."""
+        return torch.empty(0, dtype=torch.float32, device="cpu")
+
+    def learn(self, k: int, count: int, sketches: torch.Tensor) -> None:  # noqa: B027 - a selection without a threshold has nothing to learn
+        """Update the threshold from the number of indices that all ranks selected, and from all ranks' sketches."""
 
 
 class Leader(Selection):
@@ -253,21 +259,16 @@ class Partition(Selection):
         self._sketches[bucket.name] = sketch
         return indices
 
-    def sketches(self, name: str) -> torch.Tensor | None:
-        """Return zeros with this rank's sketch in its row."""
-        if not self._predicts:
-            return None
-        now, own = self._codec.now, self._sketches[name]
-        rows = torch.zeros(now.world_size, 1 + SKETCH_BINS, dtype=torch.float32, device="cpu")
-        rows[now.rank] = own
-        self._sketches[name] = rows
-        return rows
+    def sketch(self, name: str) -> torch.Tensor:
+        """Return this rank's sketch, for the histogram controller."""
+        own = self._sketches.pop(name)
+        return own if self._predicts else super().sketch(name)
 
-    def learn(self, name: str, k: int, count: int) -> None:
+    def learn(self, k: int, count: int, sketches: torch.Tensor) -> None:
         """Update the threshold: from the sketches, or by scaling it."""
         threshold = self.thresholds["model"]
         if isinstance(threshold, PredictedThreshold):
-            threshold.learn(k, self._codec.now.rank, self._sketches.pop(name).numpy())
+            threshold.learn(k, self._codec.now.rank, sketches.numpy())
         else:
             threshold.learn(k, count)
 

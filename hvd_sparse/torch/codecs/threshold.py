@@ -52,7 +52,7 @@ class Threshold(BucketCodec):
         self._planned.clear()
 
     def end(self) -> None:
-        """End a complete step; tensors that it sent dense, or not at all, have not used their thresholds."""
+        """End a step; tensors that it sent dense, or not at all, have not used their thresholds."""
         super().end()
         for name, threshold in self._thresholds.items():
             if name not in self._planned:
@@ -125,8 +125,8 @@ class Threshold(BucketCodec):
         self.accumulate(arrivals)
         for name, plan in zip(arrivals, self._plans_on_device(arrivals), strict=True):
             residual, threshold = self.feedback[name].residual, plan.threshold
-            if plan.exact_count:
-                indices, values, info = ops.select_top_k(residual, plan.exact_count)
+            if plan.stages > 0:  # the fit cannot be used: exactly the k largest, without zeros
+                indices, values, info = ops.select_top_k(residual, plan.k)
                 threshold, is_there = max(info[0].item(), SMALLEST), values != 0
                 indices, values = indices[is_there], values[is_there]
             else:
@@ -141,16 +141,13 @@ class Threshold(BucketCodec):
         return Filtered(torch.cat(payloads), thresholds, counts, offsets)
 
     def _plans_on_device(self, names: Iterable[str]) -> list[Plan]:
-        """Return the plans of accumulated tensors, without stages: the thresholds are fitted.
-
-        A fit that should not be used becomes a selection of exactly the k largest elements.
-        """
+        """Return the plans of accumulated tensors: fitted thresholds; stages are left where a fit cannot be used."""
         plans, fit = [self._plan_of(name) for name in names], self.algorithm.fit(self.now.number)
         if not fit:
             return plans
         ks, residuals = [plan.k for plan in plans], [self.feedback[name].residual for name in names]
         fits = varying_ops.fit_thresholds(residuals, ks, [plan.stages for plan in plans], **fit)
-        return [Plan.exactly(k) if misfit else Plan(found) for k, (found, misfit) in zip(ks, fits, strict=True)]
+        return [plan if misfit else Plan(found) for plan, (found, misfit) in zip(plans, fits, strict=True)]
 
     def _packed(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         algorithm, n = self.algorithm, self.parameters[name].numel()
