@@ -114,6 +114,12 @@ def make_marks(n: int) -> np.ndarray:
     return np.zeros(-(-n // 64), np.uint64)
 
 
+def set_marks(marks: np.ndarray, indices: np.ndarray) -> None:
+    """Mark elements, in place. marks: see `make_marks`; indices: int64[m]."""
+    places = indices.astype(np.uint64)
+    np.bitwise_or.at(marks, places >> np.uint64(6), np.uint64(1) << (places & np.uint64(63)))
+
+
 def apply_update(parameters: np.ndarray, indices: np.ndarray, values: np.ndarray) -> Changed:
     """Subtract values from parameters at ascending indices, in place.
 

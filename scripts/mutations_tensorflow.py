@@ -102,8 +102,8 @@ TENSORFLOW = [
     (
         "a turn in a dense step is lost, TensorFlow",
         "hvd_sparse/tensorflow/threshold.py",
-        "self._misses_turn = refreshes & (drains | tf.logical_not(is_active))",
-        "self._misses_turn = refreshes & drains & is_active",
+        "self._misses_kept = refreshes & (drains | tf.logical_not(is_active))",
+        "self._misses_kept = refreshes & drains & is_active",
         "tensorflow test_tape_kept_thresholds turn",
     ),
     (

@@ -233,8 +233,7 @@ class MirrorTracker:
         select, twice = native_changes.select_top_k_of_difference, min(2 * k, group.end - group.begin)
         indices, values, (threshold, _) = select(*parts, twice, group.seed, 0.5 * (marking.floors[number] or 0.0))
         above = np.abs(values) > threshold  # unselected elements may equal the threshold
-        places = (group.begin + indices[above]).astype(np.uint64)
-        np.bitwise_or.at(marking.marks, places >> np.uint64(6), np.uint64(1) << (places & np.uint64(63)))
+        native_changes.set_marks(marking.marks, group.begin + indices[above])
         if np.count_nonzero(above) >= k:
             marking.floors[number] = float(np.nextafter(np.float32(threshold), np.float32(np.inf)))
             found = self._select_marked(worker, number, k)

@@ -348,8 +348,8 @@ class Worker:
 
     def _welcomed(self, server: int, message: Message) -> Messages:
         begin, end = self.shards[server]
-        is_late = self.sequence > 0 and not (self.sequence == 1 and server in self._waiting)
-        if is_late or message.clock < self._clocks[server] or message.body.size != 4 * (end - begin):
+        has_answered_push = self.sequence > 1 or (self.sequence == 1 and server not in self._waiting)
+        if has_answered_push or message.clock < self._clocks[server] or message.body.size != 4 * (end - begin):
             return {}
         self._write(server, Update(None, message.body.copy().view(np.float32)), Form.VALUES)
         self._clocks[server] = message.clock

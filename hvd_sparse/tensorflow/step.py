@@ -177,26 +177,16 @@ class Step:
         return decoded() if is_payload else tf.cond(now.is_dense, dense, decoded)
 
     def _begin(self, reduction: float, passes: int, scale: tf.Tensor | None, suffix: str, lines: list[str]) -> Round:
-        schedule, number = self.algorithm.schedule, self._number.read_value()
+        number = self._number.read_value()
         if is_elastic():
             number = self._catch_up(number, suffix)
-        density, seconds, is_dense, fallback = None, None, None, self.fallback()
-        always = self.hosts is not None and fallback.density(schedule.highest) >= 1.0
-        if isinstance(schedule, Constant) and not (fallback.is_measured or always):
-            density = schedule.value
-        else:
-            outputs = [tf.float64, tf.float64]
-            density, seconds = tf.numpy_function(self._choose, [number], outputs, stateful=fallback.is_measured)
-            density.set_shape([])
-            seconds.set_shape([])
-            if fallback.is_measured or fallback.density(schedule.highest) >= 1.0:
-                is_dense = density >= 1.0
+        density, is_dense, seconds = self._density(number)
         base = signed(self.algorithm.seed << 32)
         loss_scale = self._loss_scale.read_value() if scale is None else scale
         # A gradient is S * passes times the mean, and so is the result that Horovod divides by `passes` afterwards.
         units = Units(self.exchange.size(), reduction, loss_scale * passes)
         now = Round(number, number + base, density, is_dense, units, suffix)
-        now.seconds = seconds if fallback.is_measured else None
+        now.seconds = seconds
         if is_dense is not None:
             now.is_active = tf.logical_not(is_dense)
         checked = check_presence(self.exchange, suffix, number, loss_scale, self._is_misplaced(), lines)
@@ -204,6 +194,23 @@ class Step:
         now.counted.add(payload_bytes=sent_bytes)
         now.token = once(now.present, ops.token(self.exchange.rank()))
         return now
+
+    def _density(self, number: tf.Tensor) -> tuple[float | tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
+        """Return a step's density; whether the step is dense, None if no step can be; and the seconds of the last one.
+
+        The seconds are None unless the dense fallback measures them. A density that never changes is a number.
+        """
+        schedule, fallback = self.algorithm.schedule, self.fallback()
+        may_be_dense = fallback.is_measured or fallback.density(schedule.highest) >= 1.0
+        chooses = fallback.is_measured or (may_be_dense and self.hosts is not None)
+        if isinstance(schedule, Constant) and not chooses:
+            return schedule.value, None, None
+        outputs = [tf.float64, tf.float64]
+        density, seconds = tf.numpy_function(self._choose, [number], outputs, stateful=fallback.is_measured)
+        density.set_shape([])
+        seconds.set_shape([])
+        is_dense = density >= 1.0 if may_be_dense else None
+        return density, is_dense, seconds if fallback.is_measured else None
 
     def _catch_up(self, number: tf.Tensor, suffix: str) -> tf.Tensor:
         """Return the step with which all ranks of an elastic job go on.

@@ -112,8 +112,8 @@ class KeptThresholds:
         kept, known = (tf.gather(variable.read_value(), rows) for variable in self.variables)
         due = refreshes | tf.equal(kept, 0.0) | tf.not_equal(known, tf.cast(counts, tf.float64))
         self._due = due & tf.logical_not(drains) & is_active
-        self._misses_turn = refreshes & (drains | tf.logical_not(is_active))
-        self._goes_by_it = tf.logical_not(due | drains) & is_active
+        self._misses_kept = refreshes & (drains | tf.logical_not(is_active))
+        self._uses_kept = tf.logical_not(due | drains) & is_active
         thresholds = tf.where(drains, tf.fill([len(rows)], tf.constant(SMALLEST, tf.float64)), kept)
         thresholds = tf.where(is_active, thresholds, tf.fill([len(rows)], tf.constant(NEVER, tf.float64)))
         return {"thresholds": thresholds, "ks": tf.where(self._due, counts, tf.zeros_like(counts))}
@@ -126,11 +126,11 @@ class KeptThresholds:
         """
         rows, k = [self.rows[name] for name in names], tf.cast(counts, tf.float64)
         value, known = (tf.gather(kept.read_value(), rows) for kept in self.variables)
-        expires = self._misses_turn
+        expires = self._misses_kept
         if self._band is not None:
             too_few = (infos[:, 1] * self._band < k) & (value > SMALLEST)  # SMALLEST cannot be lowered
             leaves = too_few | (infos[:, 1] > k * self._band)
-            expires |= self._goes_by_it & leaves
+            expires |= self._uses_kept & leaves
         value = tf.where(expires, tf.zeros_like(value), value)
         taken = tf.maximum(infos[:, 0], SMALLEST)  # 0 means none; zeros are never sent
         changes = (tf.where(self._due, taken, value), tf.where(self._due, k, known))
