@@ -67,12 +67,12 @@ def parse_arguments():
     args = parser.parse_args()
     chosen = [method for _, method, _ in args.methods]
     reporting.refuse_others(parser, args, {"--density": reporting.SPARSE_METHODS}, chosen, "--methods")
-    for text, method, own in args.methods:
-        value = {"value": 1.0} if method == "hard_threshold" else {}
-        reporting.check_settings(parser, method, value | own, text)
     args.density = args.density or DENSITY
+    for text, method, own in args.methods:
+        reporting.check_settings(parser, method, settings_of(method, own, args), text)
     args.trainer = importlib.import_module(FRAMEWORKS[args.framework]).Trainer
-    args.rank, args.size = args.trainer.start()
+    is_hierarchical = any(own.get("exchange") == "hierarchical" for *_, own in args.methods)
+    args.rank, args.size = args.trainer.start("dynamic" if is_hierarchical else None)
     args.verbose = args.rank == 0 and not args.quiet
     if args.size < 2:
         raise SystemExit(
@@ -81,16 +81,21 @@ def parse_arguments():
     return args
 
 
-def settings_of(method, own, trainer, data, args):
-    """Return the arguments of a method's compressor."""
+def settings_of(method, own, args):
+    """Return the arguments of a method's compressor; a hard threshold's value is not known before training."""
     if method in reporting.DENSE_METHODS:
         return own
     if method == "hard_threshold":
-        first = digits_data.epoch_batches(len(data[0]), 0, args)[0]
-        gradient = trainer.first_gradient(data[0][first], data[2][first])
-        return {"value": quantile(gradient, args.density), "min_numel": reporting.MIN_NUMEL, **own}
+        return {"value": 1.0, "min_numel": reporting.MIN_NUMEL, **own}
+    density = {} if "sparsity" in own else {"density": args.density}
     momentum = {"momentum": args.momentum} if method in reporting.LOCAL_MOMENTUM else {}
-    return {"density": args.density, "min_numel": reporting.MIN_NUMEL, "seed": args.seed, **momentum, **own}
+    return {**density, "min_numel": reporting.MIN_NUMEL, "seed": args.seed, **momentum, **own}
+
+
+def first_threshold(trainer, data, args):
+    """Return the threshold that the wanted part of the first gradient reaches."""
+    first = digits_data.epoch_batches(len(data[0]), 0, args)[0]
+    return quantile(trainer.first_gradient(data[0][first], data[2][first]), args.density)
 
 
 def quantile(gradient, density):
@@ -103,7 +108,10 @@ def train(label, method, own, data, args):
     """Train with one method; return one dict a step, and the accuracy and loss after each epoch."""
     trainer = args.trainer(args.seed)
     momentum = 0.0 if method in reporting.LOCAL_MOMENTUM else args.momentum
-    trainer.compress(method, settings_of(method, own, trainer, data, args), args.lr, momentum)
+    settings = settings_of(method, own, args)
+    if method == "hard_threshold" and "value" not in own:
+        settings["value"] = first_threshold(trainer, data, args)
+    trainer.compress(method, settings, args.lr, momentum)
     steps, rows, epochs = args.epochs * args.steps_per_epoch, [], []
     shifts = np.random.default_rng([args.seed, args.rank])
     with reporting.Progress(steps, args) as bar:

@@ -20,9 +20,9 @@ class Trainer:
         self.large = sum(p.numel() for p in self.model.parameters() if p.numel() >= MIN_NUMEL)
 
     @staticmethod
-    def start():
+    def start(process_sets):
         """Start Horovod; return rank and number of ranks."""
-        hvd.init()
+        hvd.init(process_sets=process_sets)
         return hvd.rank(), hvd.size()
 
     def compress(self, method, settings, lr, momentum):

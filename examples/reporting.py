@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 DENSE_METHODS = ("none", "fp16")
 SPARSE_METHODS = (
-    "dgc",
-    *"gradient_dropping samomentum dct micro topk cltk sidco random_k hard_threshold".split(),
+    *("dgc", "gradient_dropping", "samomentum", "dct", "micro"),
+    *("topk", "cltk", "sidco", "random_k", "hard_threshold"),
 )
 METHODS = (*DENSE_METHODS, *SPARSE_METHODS)
 LOCAL_MOMENTUM = ("dgc", "samomentum")  # the compressor applies momentum, and the optimizer has none
@@ -146,7 +146,7 @@ def parse_arguments(parser, hvd):
     if args.nesterov and args.method == "samomentum":
         parser.error("samomentum has no --nesterov: use dgc")
     check_settings(parser, args.method, compression_settings(args, 0), f"--method {args.method}")
-    hvd.init(**({"process_sets": "dynamic"} if args.exchange == "hierarchical" else {}))
+    hvd.init(process_sets="dynamic" if args.exchange == "hierarchical" else None)
     args.rank, args.size = hvd.rank(), hvd.size()
     args.verbose = args.rank == 0 and not args.quiet
     if args.size == 1 and args.method not in DENSE_METHODS:

@@ -24,9 +24,9 @@ class Trainer:
         self.large = sum(size for size in sizes if size >= MIN_NUMEL)
 
     @staticmethod
-    def start():
+    def start(process_sets):
         """Start Horovod; return rank and number of ranks."""
-        hvd.init()
+        hvd.init(process_sets=process_sets)
         tf.config.threading.set_intra_op_parallelism_threads(int(os.environ.get("OMP_NUM_THREADS", "0")))
         return hvd.rank(), hvd.size()
 

@@ -14,7 +14,7 @@ OTHER_FRAMEWORK = (
 )
 NOT_INITIALISED = "hvd_sparse: Horovod is not initialised; call hvd.init() first"
 NOT_ADDED = (
-    "hvd_sparse: Horovod does not have the process_set: pass it to hvd.init(process_sets=[...]), or to "
+    "hvd_sparse: Horovod does not have the process_set (any more): pass it to hvd.init(process_sets=[...]), or to "
     "hvd.add_process_set()"
 )
 NOT_INCLUDED = "hvd_sparse: this rank is not in the process_set of the compressor that it calls"

@@ -304,12 +304,12 @@ def recommend(used: list[Candidate], network: Network, world_size: int) -> tuple
 
 def report(args: argparse.Namespace, network: Network, world_size: int) -> str:
     """Return the table, and the recommendation."""
-    made = candidates(args)
+    made, microseconds = candidates(args), 1e6 * network.latency
     plain, cost = made[0].method, network.gather_cost
     gather = "" if cost == 1.0 else f", a byte of a gather takes {cost:.2g} times one of an all-reduce"
     lines = [
         f"{args.parameters:,} parameters, {args.compute_ms:g} ms of compute, {world_size} ranks, "
-        f"{network.bandwidth / 1e9:.3g} Gbit/s, {1e6 * network.latency:,.0f} us{gather}",
+        f"{network.bandwidth / 1e9:.3g} Gbit/s, {microseconds:{',.0f' if microseconds >= 100.0 else '.3g'}} us{gather}",
         "",
         f"{'method':<27}{'step, ms':>10}{'speed-up':>12}{'vs 1 rank':>10}{'pays at':>17}{'up to ranks':>13}",
     ]
@@ -318,18 +318,24 @@ def report(args: argparse.Namespace, network: Network, world_size: int) -> str:
         sent_dense = f"{one.method.name:<27}{'sent dense: payloads have more bytes':>49}"
         lines.append(row(one, plain, network, world_size) if one in used else sent_dense)
     best, fastest = recommend(used, network, world_size)
-    lines += ["", f"Recommended: {best.method.name}"]
+    lines += ["", f"Recommended: {best.method.name}", *usage(best)]
     gain = best.method.step(network, world_size) / fastest.method.step(network, world_size)
     if gain >= NOTICED:
         lines.append(f"{fastest.method.name} is {gain:.2f} times as fast, but may cost more accuracy.")
-    if best.changes_fewer:
-        lines.append("It changes fewer elements in a step than a gather, so it may cost accuracy: compare.")
     short, _ = recommend([one for one in used if not one.is_for_long_runs], network, world_size)
     if short is not best:
-        lines.append(f"With fewer than 10,000 steps: {short.method.name}")
-    if "momentum" in best.call:
-        lines.append("warmup_steps: a tenth of the run's steps; momentum of the optimizer: 0")
-    return "\n".join([*lines, f"    compression={best.call}"])
+        lines += [f"With fewer than 10,000 steps: {short.method.name}", *usage(short)]
+    return "\n".join(lines)
+
+
+def usage(one: Candidate) -> list[str]:
+    """Return the lines that say how to use a candidate."""
+    lines = [f"    compression={one.call}"]
+    if "momentum" in one.call:
+        lines.append("    warmup_steps: a tenth of the run's steps; momentum of the optimizer: 0")
+    if one.changes_fewer:
+        lines.append("    It changes fewer elements in a step than a gather, so it may cost accuracy: compare.")
+    return lines
 
 
 def row(one: Candidate, plain: Method, network: Network, world_size: int) -> str:

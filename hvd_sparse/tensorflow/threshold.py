@@ -152,14 +152,14 @@ class KeptThresholds:
     def _turns_of(self, step) -> list[tf.Tensor]:
         """Return whose turn a step is, and who is drained in it, bool[rows]."""
 
-        def plan(step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            """Return the same as arrays."""
+        def turns(step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            """Return both for a step that is known."""
             rows = range(len(self.rows))
             refreshes = np.array([self._turns.refreshes(int(step), row) for row in rows])
             return refreshes, np.array([self._turns.drains(int(step), row) for row in rows])
 
-        planned = tf.numpy_function(plan, [step], (tf.bool, tf.bool), stateful=False)
-        return [tf.ensure_shape(turns, [len(self.rows)]) for turns in planned]
+        found = tf.numpy_function(turns, [step], (tf.bool, tf.bool), stateful=False)
+        return [tf.ensure_shape(rows, [len(self.rows)]) for rows in found]
 
 
 class FittedThresholds:

@@ -2,7 +2,7 @@
 
 import threading
 
-from hvd_sparse.members import NOT_INCLUDED
+from hvd_sparse.members import NOT_ADDED
 from hvd_sparse.torch import exchange
 from hvd_sparse.torch.exchange import Exchange, Pending
 
@@ -52,7 +52,7 @@ class ConfigurationCheck:
         ValueError on every rank if settings differ; RuntimeError if a rank is missing.
         """
         if self._started is None:
-            raise RuntimeError(NOT_INCLUDED)
+            raise RuntimeError(NOT_ADDED)
         now, pending = self._started
         if pending is None:
             raise RuntimeError(LOST)

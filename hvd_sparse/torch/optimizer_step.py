@@ -41,7 +41,7 @@ class OptimizerStep(abc.ABC):
     def __init__(self, algorithm: Algorithm, parameters: Parameters, exchange: Exchange, traffic: Traffic):
         self.algorithm, self.parameters, self.exchange, self.traffic = algorithm, parameters, exchange, traffic
         self.arrivals: dict[str, Arrival] = {}  # the gradients of the step under way
-        self.expected: tuple[str, ...] = ()  # the tensors of the previous step
+        self.expected: tuple[str, ...] = ()  # the tensors of the last step that was not given up
         self._weight_decays = algorithm.weight_decays((name, parameters[name]) for name in parameters)
         self._clips_model = algorithm.clips == "model"
         self._tokens = Tokens()

@@ -1,10 +1,10 @@
 """The life cycle of one optimizer step: expected gradients, received gradients, and the order of messages.
 
 A step is a list of buckets. A codec turns the gradients of a bucket into a message, the exchange sends it, and the
-codec turns the messages of all ranks into sums. A step expects the tensors of the previous step: it sends a bucket when
-the bucket's last gradient arrives, or, with a joint selection, when all gradients have arrived. Unexpected tensors (all
-in the first step) go in late buckets at the step's first decompress, when every rank has compressed all its gradients.
-Small tensors, and all tensors while the density is 1, are sent dense.
+codec turns the messages of all ranks into sums. A step expects the tensors of the last one that was not given up: it
+sends a bucket when the bucket's last gradient arrives, or, with a joint selection, when all gradients have arrived.
+Unexpected tensors (all in the first step) go in late buckets at the step's first decompress, when every rank has
+compressed all its gradients. Small tensors, and all tensors while the density is 1, are sent dense.
 """
 
 from collections.abc import Mapping, Sequence

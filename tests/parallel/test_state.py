@@ -247,6 +247,24 @@ def test_a_rank_outside_the_process_set_has_no_state(summed):
         assert hvd.remove_process_set(first)
 
 
+@pytest.mark.rank_counts
+@pytest.mark.skipif(hvd.size() < 3, reason="a process set that is not all ranks, of two at least, needs three ranks")
+def test_a_process_set_that_horovod_has_forgotten_is_no_longer_exchanged_in():
+    """So it is after hvd.shutdown(), or when a rank has ended. The state can still be saved."""
+    parameters, pair = make_parameters(), hvd.add_process_set([0, 1])
+    if pair.included():
+        compression = Compression.gradient_dropping(parameters.items(), process_set=pair)
+        drive(compression, parameters, draw(SHAPES, 0, hvd.rank()), process_set=pair)
+    assert hvd.remove_process_set(pair)
+    if hvd.rank() > 1:
+        return
+    pair.process_set_id = 2**20  # which Horovod does not know
+    assert compression.state_dict()["ranks"] == 2
+    compression.reset()
+    with pytest.raises(RuntimeError, match="Horovod does not have the process_set \\(any more\\)"):
+        drive(compression, parameters, draw(SHAPES, 1, hvd.rank()), process_set=pair)
+
+
 def wrong_states():
     named = make_parameters()
     good = Compression.gradient_dropping(named.items(), 0.05, min_numel=100)

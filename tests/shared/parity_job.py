@@ -70,7 +70,7 @@ def listen(exchange, read):
     """Return a list to which each payload is appended when it is passed to Horovod, and the values of an all-reduce."""
     heard, allgather, allreduce = [], exchange.allgather, exchange.allreduce
     exchange.allgather = lambda name, payload, *most_bytes: allgather(
-        name, payload if name.startswith("agree") else read(payload, heard), *most_bytes
+        name, payload if name.startswith("configuration.") else read(payload, heard), *most_bytes
     )
     exchange.allreduce = lambda name, tensor: allreduce(name, read(tensor, heard) if "values" in name else tensor)
     alltoall = exchange.alltoall

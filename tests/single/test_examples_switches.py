@@ -214,6 +214,22 @@ def test_the_comparison_refuses_settings_before_it_starts(method, told, load, ca
     assert refused.value.code == 2 and told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("method", "density", "process_sets"),
+    [("dct:sparsity=0.9", None, None), ("dct", 0.01, None), ("dgc:exchange=hierarchical", 0.01, "dynamic")],
+)
+def test_the_comparison_takes_what_a_method_takes(method, density, process_sets, load, monkeypatch):
+    compare, started = load("compare_methods"), []
+    trainer = SimpleNamespace(start=lambda process_sets: (started.append(process_sets), 2))
+    monkeypatch.setitem(sys.modules, "a_framework", SimpleNamespace(Trainer=trainer))
+    monkeypatch.setitem(compare.FRAMEWORKS, "pytorch", "a_framework")
+    monkeypatch.setattr(sys, "argv", ["compare_methods.py", "--methods", "none", method])
+    args = compare.parse_arguments()
+    _, name, own = args.methods[1]
+    settings = compare.settings_of(name, own, args)
+    assert started == [process_sets] and settings.get("density") == density and own.items() <= settings.items()
+
+
 @pytest.mark.parametrize(("size", "method", "is_told"), [(1, "dgc", True), (1, "none", False), (2, "dgc", False)])
 def test_one_process_is_told_that_it_trains_dense(size, method, is_told, load, capsys):
     parse(load, ["--method", method, "--quiet"], size)

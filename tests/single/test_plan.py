@@ -15,6 +15,7 @@ from hvd_sparse.dense_fallback import DenseFallback, TensorSize
 from hvd_sparse.performance_model import Network, Profile, scattered
 from hvd_sparse.torch import Compression
 
+HINT = "    warmup_steps: a tenth of the run's steps; momentum of the optimizer: 0"
 FLAGS = ["--parameters", "1e6", "--compute-ms", "10", "--bandwidth", "1gbit", "--ranks", "4"]
 METHODS = [("DGC ", ""), ("DGC ", ", reduce-scatter"), ("MiCRO ", "")]
 JOB = ["-m", "hvd_sparse.plan", "--measure", "--parameters", "1e5", "--compute-ms", "5"]
@@ -30,6 +31,11 @@ def job(test):
 def own_work(monkeypatch):
     """2 ms to compress, 0.5 ms to decode one rank's payload: no measurement."""
     monkeypatch.setattr(plan, "own_work", lambda n, density: (0.002, 0.0005))
+
+
+def recommended(output):
+    """Return the recommended call."""
+    return next(line.strip() for line in output.splitlines() if line.startswith("    compression="))
 
 
 def rows(output):
@@ -74,7 +80,7 @@ def test_a_wrong_command_is_told_of_both_forms(capsys, monkeypatch):
 
 def test_the_recommended_call_can_be_pasted(own_work, capsys):
     plan.main(FLAGS)
-    call = capsys.readouterr().out.splitlines()[-1].strip()
+    call = recommended(capsys.readouterr().out)
     name, _, value = call.partition("=")
     assert name == "compression" and "density=0.01," in value
     eval(value, {"Compression": Compression, "model": torch.nn.Linear(3, 2), "warmup_steps": 100})
@@ -85,7 +91,7 @@ def test_a_reduce_scatter_is_recommended_to_many_ranks(own_work, capsys):
     output = capsys.readouterr().out
     table = rows(output)
     assert min(table, key=lambda name: table[name][0]) == "DGC 0.001, reduce-scatter"
-    value = output.splitlines()[-1].strip().partition("=")[2]
+    value = recommended(output).partition("=")[2]
     model = torch.nn.Linear(3, 2)
     names = {"Compression": Compression, "model": model, "warmup_steps": 100}
     made = eval(value, names).algorithm
@@ -100,13 +106,17 @@ def test_what_may_cost_accuracy_must_be_clearly_faster(own_work, capsys):
     table = rows(output)
     gain = table["DGC 0.01"][0] / table["MiCRO 0.01"][0]
     assert min(table, key=lambda name: table[name][0]) == "MiCRO 0.01" and 1.05 < gain < 1.2
-    assert f"Recommended: DGC 0.01\nMiCRO 0.01 is {gain:.2f} times as fast, but may cost more accuracy" in output
+    assert f"{HINT}\nMiCRO 0.01 is {gain:.2f} times as fast, but may cost more accuracy" in output
+    assert "Recommended: DGC 0.01\n" in output
     assert "it may cost accuracy: compare" not in output and "10,000 steps" not in output
     plan.main([*FLAGS[:4], "--bandwidth", "150mbit", "--ranks", "4"])
     output = capsys.readouterr().out
     table = rows(output)
     assert table["DGC 0.01"][0] > 1.2 * table["DGC 0.001"][0]
-    assert "Recommended: DGC 0.001\nWith fewer than 10,000 steps: DGC 0.01\n" in output
+    calls = re.findall(
+        r"(\S+ steps|Recommended): (.*)\n    compression=Compression.dgc\(.*density=([0-9.]+),.*\n(.*)", output
+    )
+    assert calls == [("Recommended", "DGC 0.001", "0.001", HINT), ("10,000 steps", "DGC 0.01", "0.01", HINT)]
 
 
 def at_many_ranks(monkeypatch, capsys, ranks):
@@ -123,13 +133,29 @@ def test_of_methods_about_as_fast_the_one_that_costs_least_accuracy_is_recommend
     assert min(steps, key=steps.get) == "DGC 0.001, reduce-scatter"
     fp16, gather = (steps[name] / steps["DGC 0.001, reduce-scatter"] for name in ("fp16", "DGC 0.001"))
     assert fp16 > 1.2 > fp16 / gather and gather < 1.1
-    assert "Recommended: DGC 0.001\nDGC 0.001, reduce-scatter is 1.09 times as fast" in output
+    assert "Recommended: DGC 0.001\n" in output and f"{HINT}\nDGC 0.001, reduce-scatter is 1.09 times as" in output
 
 
 def test_short_runs_have_a_recommendation_of_their_own(monkeypatch, capsys):
     output = at_many_ranks(monkeypatch, capsys, 108)
     assert rows(output)["DGC 0.01"][1] < 1.0, "the gather is slower than dense"
     assert "With fewer than 10,000 steps: DGC 0.01, reduce-scatter\n" in output
+
+
+def test_the_hint_of_a_call_stands_below_it(own_work, capsys):
+    """MiCRO's momentum is the optimizer's, DGC's is not."""
+    found = set()
+    for ranks, bandwidth in itertools.product(("8", "64", "1000"), ("10mbit", "1gbit", "10gbit")):
+        plan.main([*FLAGS[:4], "--bandwidth", bandwidth, "--ranks", ranks])
+        output = capsys.readouterr().out
+        found |= set(re.findall(r": .*\n    compression=Compression\.(\w+)\(.*(?:\n    (warmup_steps))?", output))
+    assert found == {("dgc", "warmup_steps"), ("micro", "")}
+
+
+def test_short_latencies_are_not_rounded_away(own_work, capsys):
+    for given, said in (("0.2", "0.2"), ("1.5", "1.5"), ("50", "50"), ("123456", "123,456")):
+        plan.main([*FLAGS, "--latency-us", given])
+        assert f" {said} us\n" in capsys.readouterr().out, given
 
 
 def test_a_reduce_scatter_is_that_of_the_call(own_work, capsys):
@@ -145,7 +171,7 @@ def test_a_reduce_scatter_is_that_of_the_call(own_work, capsys):
 def test_where_the_network_is_fast_dense_is_recommended(own_work, capsys):
     plan.main([*FLAGS[:4], "--bandwidth", "100gbit", "--ranks", "64", "--latency-us", "1"])
     output = capsys.readouterr().out
-    assert output.splitlines()[-1].strip() in ("compression=hvd.Compression.none", "compression=hvd.Compression.fp16")
+    assert recommended(output) in ("compression=hvd.Compression.none", "compression=hvd.Compression.fp16")
     slower = [line for line in output.splitlines() if line.startswith("DGC")]
     assert slower and all(float(line.split("Gbit/s")[0].split()[-1]) < 100 for line in slower)
 
@@ -282,10 +308,10 @@ def test_gathers_can_cost_more_than_all_reduces(own_work, capsys, monkeypatch):
 )
 def test_the_call_is_that_of_the_framework(own_work, framework, parameters, capsys, monkeypatch):
     plan.main([*FLAGS, "--framework", framework])
-    assert parameters in capsys.readouterr().out.splitlines()[-1]
+    assert parameters in recommended(capsys.readouterr().out)
     monkeypatch.setattr(plan, "measure_job", lambda asked: (Network(1e9), 4, 0, framework))
     plan.main([*FLAGS[:4], "--measure"])
-    assert parameters in capsys.readouterr().out.splitlines()[-1]
+    assert parameters in recommended(capsys.readouterr().out)
 
 
 def test_without_a_job_the_call_is_that_of_an_installed_framework(own_work, capsys, monkeypatch):
@@ -297,7 +323,7 @@ def test_without_a_job_the_call_is_that_of_an_installed_framework(own_work, caps
         find_spec = lambda name, found=found: name if name in found else None  # noqa: E731
         monkeypatch.setattr(plan, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=find_spec)))
         plan.main(FLAGS)
-        assert parameters in capsys.readouterr().out.splitlines()[-1]
+        assert parameters in recommended(capsys.readouterr().out)
 
 
 def test_what_is_given_is_not_taken_from_the_job(own_work, capsys, monkeypatch):
