@@ -20,6 +20,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -186,6 +187,13 @@ def missing_tool() -> str:
     return COMPILER_NEEDED
 
 
+def record_versions(libraries: Path, modules: list[str]) -> None:
+    """Write beside each framework's library which version it is built for; hvd_sparse.library compares."""
+    for module in modules:
+        installed_version = runpy.run_path(str(ROOT / "hvd_sparse" / "library.py"))["installed_version"]
+        (libraries / f"libhvd_sparse_{module}.version").write_text(installed_version(module) + "\n")
+
+
 FRAMEWORKS = {"torch": ("PyTorch", torch_options), "tensorflow": ("TensorFlow", tensorflow_options)}
 
 
@@ -221,8 +229,10 @@ class CMakeBuild(build_ext):
         # Libraries of another build, for other frameworks or other versions of them.
         if not self.inplace:
             shutil.rmtree(package / "lib", ignore_errors=True)
-        for module in FRAMEWORKS.keys() - built:
-            (package / "lib" / f"libhvd_sparse_{module}.so").unlink(missing_ok=True)
+        for module in FRAMEWORKS:
+            (package / "lib" / f"libhvd_sparse_{module}.version").unlink(missing_ok=True)
+            if module not in built:
+                (package / "lib" / f"libhvd_sparse_{module}.so").unlink(missing_ok=True)
         if shutil.which("cmake") is None:
             sys.exit("hvd_sparse: there is no CMake, and 3.18 or newer builds it. Install it: pip install cmake")
         if subprocess.run(configure).returncode != 0:
@@ -233,10 +243,11 @@ class CMakeBuild(build_ext):
             compile_all += ["--parallel", str(os.cpu_count())]
         if subprocess.run(compile_all).returncode != 0:
             sys.exit(f"hvd_sparse: it did not compile; the first error above says why. {COMPILER_NEEDED}")
+        record_versions(package / "lib", [module for module in built if f"hvd_sparse_{module}" in targets])
 
     def get_outputs(self):
         """The files that belong to the installation."""
-        return [str(path) for path in (Path(self.build_lib) / "hvd_sparse" / "lib").glob("*.so")]
+        return [str(path) for path in (Path(self.build_lib) / "hvd_sparse" / "lib").glob("libhvd_sparse_*")]
 
 
 def version() -> str:

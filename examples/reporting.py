@@ -23,6 +23,7 @@ SWITCHES = {  # {switch: the methods that it is for}; other switches are for all
     "--threshold": ("hard_threshold",),
     "--lifespan": ("dct",),
     "--scope": SCOPED,
+    "--factor-masking": ("dgc",),
     "--values": SPARSE_METHODS,
     "--level": SPARSE_METHODS,
     "--granularity": SPARSE_METHODS,
@@ -67,11 +68,8 @@ def add_compression(parser):
     group.add_argument("--density", type=density, help="share of each gradient that is sent; not of hard_threshold")
     group.add_argument("--threshold", type=positive, help=f"of hard_threshold (default: {THRESHOLD})")
     group.add_argument("--lifespan", type=positive_integer, help="steps that dct keeps a threshold")
-    group.add_argument(
-        "--scope",
-        choices=("tensor", "model"),
-        help="of dgc, samomentum, gradient_dropping and topk: select per tensor or in all of it",
-    )
+    group.add_argument("--scope", choices=("tensor", "model"), help="select in each tensor, or in all of them jointly")
+    group.add_argument("--factor-masking", action=argparse.BooleanOptionalAction, help="of dgc: clear sent velocities")
     group.add_argument("--values", choices=("float32", "float16", "bfloat16", *LOW_BIT), help="type of what is sent")
     group.add_argument("--level", choices=("mean", "min"), help="of int2, int1")
     group.add_argument("--granularity", choices=("tensor", "channel"), help="what shares a level of int2, int1")

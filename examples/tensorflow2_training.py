@@ -4,7 +4,6 @@ The baselines (`none`, `fp16`) use Horovod's own compressors and run without the
 """
 
 import importlib.util
-import json
 import os
 
 if importlib.util.find_spec("tf_keras"):  # TensorFlow before 2.16 has Keras 2 without it
@@ -12,12 +11,11 @@ if importlib.util.find_spec("tf_keras"):  # TensorFlow before 2.16 has Keras 2 w
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import horovod.tensorflow as hvd
-import numpy as np
 import reporting
 import tensorflow as tf
 import tensorflow2_device
 
-from hvd_sparse.checkpoint import atomic_file
+from hvd_sparse.checkpoint import load_state, save_state
 
 
 def start(parser):
@@ -94,17 +92,12 @@ def save(model, optimizer, compression, rows, steps, args):
 
     A job that is killed meanwhile leaves the previous epoch's file. A job with another world size can resume from it.
     """
-    arrays = {f"variable/{i}": variable.numpy() for i, variable in enumerate([*model.variables, *optimizer.variables])}
-    told = {"rows": rows, "steps": steps, "method": args.method}
+    variables = [variable.numpy() for variable in [*model.variables, *optimizer.variables]]
+    state = {"rows": rows, "steps": steps, "method": args.method, "variables": variables}
     if reporting.compresses(args):
-        told["compression"] = compression.state_dict(summed=True)
-        memory = told["compression"].pop("memory")
-        told["compression"]["names"] = list(memory)
-        for name, buffers in memory.items():
-            arrays |= {f"memory/{name}/{kind}": buffer for kind, buffer in buffers.items()}
+        state["compression"] = compression.state_dict(summed=True)
     if args.rank == 0:
-        with atomic_file(args.checkpoint) as file:
-            np.savez(file, told=np.array(json.dumps(told)), **arrays)
+        save_state(args.checkpoint, state)
 
 
 def load(model, optimizer, compression, args):
@@ -112,25 +105,17 @@ def load(model, optimizer, compression, args):
     if not reporting.has_checkpoint(args, sum_over_ranks):
         return [], 0
     optimizer.build(model.trainable_variables)
-    with np.load(args.checkpoint) as file:
-        told = json.loads(str(file["told"]))
-        reporting.check_method(told["method"], args)
-        for i, variable in enumerate([*model.variables, *optimizer.variables]):
-            if f"variable/{i}" in file:  # with one rank the optimizer has the momentum, not the compressor
-                variable.assign(file[f"variable/{i}"])
-        memory = {}
-        for key in file.files:
-            what, _, place = key.partition("/")
-            name, _, kind = place.rpartition("/")
-            if what == "memory":
-                memory.setdefault(name, {})[kind] = file[key]
-    if "compression" in told:
+    state = load_state(args.checkpoint)
+    reporting.check_method(state["method"], args)
+    # With one rank the optimizer has the momentum, not the compressor: its variables may be more, or fewer, than saved
+    for variable, value in zip([*model.variables, *optimizer.variables], state["variables"], strict=False):
+        variable.assign(value)
+    if "compression" in state:
         if reporting.compresses(args):
-            memory |= {name: {} for name in told["compression"].pop("names") if name not in memory}
-            compression.load_state_dict({**told["compression"], "memory": memory})
+            compression.load_state_dict(state["compression"])
         else:
             reporting.warn_of_dropped_residuals(args)
-    return told["rows"], told["steps"]
+    return state["rows"], state["steps"]
 
 
 def digits_model():

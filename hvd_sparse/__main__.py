@@ -5,7 +5,7 @@ import importlib.util
 import sys
 
 from hvd_sparse import __version__
-from hvd_sparse.library import FRAMEWORKS, find_library, has_cuda, is_built
+from hvd_sparse.library import FRAMEWORKS, find_library, has_cuda, how_to_build, is_built, other_version
 
 TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
@@ -17,10 +17,16 @@ def check_build() -> str:
         """Tick a box."""
         return "[X]" if present else "[ ]"
 
+    def operators(framework: str, device: str, present: bool) -> str:
+        """Return the line of operators; those built for another version of the framework have a [!]."""
+        other = other_version(framework) if present else ""
+        line = f"    {'[!]' if other else box(present)} {TITLES[framework]} ({device})"
+        return f"{line}: {other}" if other else line
+
     lines = [f"hvd_sparse v{__version__}:", "", "Operators built:"]
     lines.append(f"    {box(is_built('numpy'))} NumPy (CPU)")
-    lines += [f"    {box(is_built(framework))} {TITLES[framework]} (CPU)" for framework in FRAMEWORKS]
-    lines += [f"    {box(has_cuda(framework))} {TITLES[framework]} (CUDA)" for framework in FRAMEWORKS]
+    lines += [operators(framework, "CPU", is_built(framework)) for framework in FRAMEWORKS]
+    lines += [operators(framework, "CUDA", has_cuda(framework)) for framework in FRAMEWORKS]
     lines += ["", "Installed packages:"]
     lines += [
         f"    {box(importlib.util.find_spec(module) is not None)} {module}"
@@ -31,6 +37,8 @@ def check_build() -> str:
             find_library("numpy")
         except ImportError as error:
             lines += ["", str(error)]
+    for framework in filter(other_version, FRAMEWORKS):
+        lines += ["", f"The {framework} operators may not load: install hvd_sparse again. {how_to_build(framework)}"]
     return "\n".join(lines)
 
 

@@ -19,10 +19,12 @@ the weights by their mean, which stays the same.
 """
 
 import contextlib
+import json
 import os
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -178,6 +180,108 @@ def _permissions(path: str | os.PathLike) -> int:
     mask = os.umask(0)
     os.umask(mask)
     return 0o666 & ~mask
+
+
+def save_state(path: str | os.PathLike, state: Any) -> None:
+    """Write the state of a TensorFlow compressor to a file, which replaces `path` once it is complete (`atomic_file`).
+
+    The file is in NumPy's .npz format, whatever the ending of its name: arrays as arrays, the rest as JSON. It has no
+    pickles. For PyTorch's compressors use `torch.save(state, file)` and `torch.load(path, weights_only=True)`.
+
+    Args:
+        path: Path of the file; its folder must exist.
+        state: What `state_dict()` returned, alone or as a part of what else your job saves: None, bools, numbers,
+            strings and NumPy arrays of these, in lists, tuples and dicts, nested as you like.
+
+    Raises:
+        TypeError: The state has something else, such as a tensor, a variable or an array of objects; `path` is
+            unchanged.
+        OSError: The file cannot be written; `path` is unchanged.
+    """
+    arrays: dict[str, Any] = {}
+    structure = json.dumps(_described(state, "state", arrays))
+    with atomic_file(path) as file:
+        np.savez(file, state=np.array(structure), **arrays)
+
+
+def load_state(path: str | os.PathLike) -> Any:
+    """Read a file of `save_state`. Nothing in the file is executed.
+
+    Args:
+        path: Path of the file.
+
+    Returns:
+        The state, for `load_state_dict`: equal in all values, types, dtypes and shapes to the one that was saved.
+
+    Raises:
+        ValueError: The file is damaged, or `save_state` has not written it.
+        OSError: The file cannot be opened.
+    """
+    with open(path, "rb") as file:
+        try:
+            return _read(file)
+        except MemoryError:
+            raise
+        except Exception as error:  # of zipfile, zlib, json or NumPy
+            reason = str(error) or type(error).__name__
+            raise ValueError(f"{os.fspath(path)!r} is damaged, or not a file of save_state: {reason}") from error
+
+
+def _described(value: Any, place: str, arrays: dict[str, Any]) -> Any:
+    """Return a part of a state as JSON, with the names of its arrays, which are added to `arrays`."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is list:
+        return [_described(item, f"{place}[{number}]", arrays) for number, item in enumerate(value)]
+    if kind is tuple:
+        return {"tuple": _described(list(value), place, arrays)}
+    if kind is dict:
+        items = [(key, f"{place}[{key!r}]", item) for key, item in value.items()]
+        return {"dict": [[_described(key, at, arrays), _described(item, at, arrays)] for key, at, item in items]}
+    if kind is np.ndarray or isinstance(value, np.generic):
+        dtype = value.dtype
+        if dtype.kind in "biufcSU" and dtype.isbuiltin != 2:  # 2: of another library, such as bfloat16
+            name = f"array.{len(arrays)}"
+            arrays[name] = np.asarray(value)
+            return {"array" if kind is np.ndarray else "scalar": name}
+    found = f"an array of {value.dtype}" if isinstance(value, np.ndarray | np.generic) else f"a {kind.__name__}"
+    raise TypeError(
+        f"{place} is {found}: save_state writes None, bools, numbers, strings, NumPy arrays of these, lists, tuples "
+        "and dicts. Use torch.save for states of PyTorch"
+    )
+
+
+def _read(file: BinaryIO) -> Any:
+    with zipfile.ZipFile(file) as archive:
+        damaged = archive.testzip()  # before any part of it is interpreted
+        if damaged:
+            raise ValueError(f"the checksum of its part {damaged} is wrong")
+        return _rebuilt(json.loads(str(_array(archive, "state"))), archive)
+
+
+def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    if f"{name}.npy" not in archive.namelist():
+        raise ValueError(f"it has no array {name!r}")
+    with archive.open(f"{name}.npy") as file:
+        return np.lib.format.read_array(file, allow_pickle=False)
+
+
+def _rebuilt(node: Any, archive: zipfile.ZipFile) -> Any:
+    """Return the part of a state that `_described` has described."""
+    if isinstance(node, list):
+        return [_rebuilt(item, archive) for item in node]
+    if not isinstance(node, dict):
+        return node
+    [(kind, content)] = node.items()
+    if kind == "tuple":
+        return tuple(_rebuilt(content, archive))
+    if kind == "dict":
+        return {_rebuilt(key, archive): _rebuilt(item, archive) for key, item in content}
+    if kind in ("array", "scalar"):
+        array = _array(archive, content)
+        return array if kind == "array" else array[()]
+    raise ValueError(f"its JSON has a {kind!r}")
 
 
 def growth(state: Mapping, world_size: int) -> float:

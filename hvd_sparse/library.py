@@ -1,15 +1,20 @@
 """The paths of the native libraries, what was built, and error messages for what is missing."""
 
+import contextlib
+import importlib.metadata
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 LIBRARY_DIRECTORY = Path(__file__).parent / "lib"
 SOURCE = Path(__file__).parent.parent  # the source tree, if there is a setup.py
 FRAMEWORKS = ("torch", "tensorflow")  # beside "numpy", which is always built
 STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # how many ranks Open MPI's launcher, or MPICH's, has started
 CUDA_MARK = b"hvd_sparse was built with CUDA"  # to be read off a library without loading it
+Loaded = TypeVar("Loaded")
 
 
 def is_built(framework: str) -> bool:
@@ -46,9 +51,41 @@ def find_library(framework: str) -> str:
     if not path.exists():
         raise ImportError(
             f"hvd_sparse was built without its {framework} operators: {path} is missing. Install {framework} "
-            f"first. {_build(f'HVD_SPARSE_WITH_{framework.upper()}=1 ')}"
+            f"first. {how_to_build(framework)}"
         )
     return str(path)
+
+
+def load_library(framework: str, load: Callable[[str], Loaded]) -> Loaded:
+    """Load a framework's operators with the framework's own function; ImportError says how to build them."""
+    path = find_library(framework)
+    try:
+        return load(path)
+    except Exception as error:  # OSError from PyTorch, a class of its own from TensorFlow
+        why = other_version(framework) or (
+            f"most likely built for another version or build of {framework} than the installed one, "
+            f"{installed_version(framework) or 'of unknown version'}"
+        )
+        raise ImportError(
+            f"hvd_sparse cannot load its {framework} operators, {why}. Install hvd_sparse again. "
+            f"{how_to_build(framework)} The loader says: {error.__cause__ or error}"
+        ) from error
+
+
+def installed_version(framework: str) -> str:
+    """Return the version of an installed framework without importing it; an empty string if it is unknown."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(framework)
+    packages = importlib.metadata.packages_distributions().get(framework)  # such as tensorflow-cpu
+    return importlib.metadata.version(min(packages)) if packages else ""
+
+
+def other_version(framework: str) -> str:
+    """Return which version a framework's operators were built for if another is installed, else an empty string."""
+    record = _path(framework).with_suffix(".version")  # setup.py writes it
+    built = record.read_text().strip() if is_built(framework) and record.exists() else ""
+    installed = installed_version(framework) if built else ""
+    return f"built for {framework} {built}, installed is {installed}" if installed not in ("", built) else ""
 
 
 def require_horovod(framework: str) -> None:
@@ -101,6 +138,11 @@ def checked_communicator(communicator):
             "must not take part"
         )
     return communicator
+
+
+def how_to_build(framework: str) -> str:
+    """Return how to build hvd_sparse with the operators of a framework."""
+    return _build(f"HVD_SPARSE_WITH_{framework.upper()}=1 ")
 
 
 def _build(switches: str) -> str:

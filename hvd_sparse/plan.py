@@ -49,6 +49,9 @@ SMALL, LARGE = 256, 4_000_000  # elements of the collectives that tell latency a
 ROUNDS = 5
 LATENCY_US = 50.0
 NAMES = {"torch": "model.named_parameters()", "tensorflow": "model.trainable_variables"}  # in the printed call
+ON_CPU = (
+    "Sparse methods compress on one thread of this CPU; with gradients on a GPU they are faster than this table says."
+)
 CLEARLY = 1.2  # no method is so many times as fast as the recommended one
 NOTICED = 1.05  # times as fast: the fastest method is named from here on, if another is recommended
 
@@ -310,6 +313,7 @@ def report(args: argparse.Namespace, network: Network, world_size: int) -> str:
     lines = [
         f"{args.parameters:,} parameters, {args.compute_ms:g} ms of compute, {world_size} ranks, "
         f"{network.bandwidth / 1e9:.3g} Gbit/s, {microseconds:{',.0f' if microseconds >= 100.0 else '.3g'}} us{gather}",
+        ON_CPU,
         "",
         f"{'method':<27}{'step, ms':>10}{'speed-up':>12}{'vs 1 rank':>10}{'pays at':>17}{'up to ranks':>13}",
     ]

@@ -13,10 +13,10 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from hvd_sparse.library import find_library
+from hvd_sparse.library import load_library
 from hvd_sparse.sampling import signed
 
-_ops = tf.load_op_library(find_library("tensorflow"))  # of `bucket_ops`, `varying_ops` and `row_ops`, too
+_ops = load_library("tensorflow", tf.load_op_library)  # of `bucket_ops`, `varying_ops` and `row_ops`, too
 
 Integer: TypeAlias = int | tf.Tensor
 Real: TypeAlias = float | tf.Tensor

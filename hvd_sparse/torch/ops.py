@@ -13,11 +13,11 @@ always on the CPU. docs/cuda.md lists the differences on CUDA devices: above all
 
 import torch
 
-from hvd_sparse.library import find_library, has_cuda
+from hvd_sparse.library import has_cuda, load_library
 from hvd_sparse.sampling import signed
 from hvd_sparse.torch import fakes
 
-torch.ops.load_library(find_library("torch"))
+load_library("torch", torch.ops.load_library)
 fakes.register(with_cuda=has_cuda("torch"))
 _ops = torch.ops.hvd_sparse  # of `bucket_ops`, `varying_ops` and `row_ops`, too
 

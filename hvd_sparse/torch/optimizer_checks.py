@@ -1,4 +1,4 @@
-"""Finds wrong uses that gradients do not show: a loss scale not set or old, two momenta, two passes for a step."""
+"""Finds wrong uses that gradients do not show: a loss scale not set, two momenta, weak decay, two passes for a step."""
 
 import functools
 import weakref
@@ -37,6 +37,10 @@ DISCARDED = (
     "later steps, which is as it should be if this step was to be skipped. Freeze parameters in a pass that is not to "
     "train them, as the discriminator's in a GAN's generator step: requires_grad_(False)"
 )
+WEAK_DECAY = (
+    "hvd_sparse: weight_decay={:g} of SGD does not pass through the momentum of {}, which Compression.{} has: it is "
+    "{:.3g} times as weak as in dense training. Give the weight decay to the compressor, and set SGD's to 0"
+)
 _checks: "weakref.WeakSet[OptimizerChecks]" = weakref.WeakSet()
 
 
@@ -53,7 +57,7 @@ class OptimizerChecks:
         self._algorithm, self._ids = algorithm, {id(parameter) for parameter in parameters}
         self._collectives, self._warns = collectives, collectives.is_first
         self._known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # optimizer: number of its groups, own ids
-        self._told_of_momentum: weakref.WeakSet = weakref.WeakSet()
+        self._told: weakref.WeakSet = weakref.WeakSet()  # optimizers whose settings have been warned of
         self._is_used = False  # whether it has compressed
         self.is_scaled = False  # whether a loss scale was set
         self._scale = 1.0  # the loss scale of the last step
@@ -77,7 +81,7 @@ class OptimizerChecks:
             self._replace_others()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RuntimeError if a loss scaler steps whose scale was not set; warn once of a second momentum.
+        """Raise RuntimeError if a loss scaler steps whose scale was not set; warn once of the compressor's settings.
 
         Warn once, too, if an optimizer steps with gradients that have not come through the compressor.
         """
@@ -90,7 +94,7 @@ class OptimizerChecks:
         has_reduced = bool(self._due & own)  # else the scale of its last step says nothing of this one
         self._due -= own
         self._stepped |= own
-        self._warn_of_momentum(optimizer, own)
+        self._warn_of_settings(optimizer, own)
         reduces = getattr(optimizer, "_should_synchronize", False)  # Horovod's: the compressor then raises an error
         scaler = stepping_scaler() if self._needs_scale and has_reduced and not reduces else None
         if scaler is not None and not self.is_scaled:
@@ -135,18 +139,24 @@ class OptimizerChecks:
             self._known[optimizer] = len(groups), own
         return own
 
-    def _warn_of_momentum(self, optimizer: torch.optim.Optimizer, own: set[int]) -> None:
-        """Warn once of each optimizer; in any step, as a scheduler or load_state_dict may set the momentum later.
+    def _warn_of_settings(self, optimizer: torch.optim.Optimizer, own: set[int]) -> None:
+        """Warn once of an optimizer with what belongs to the compressor: a momentum, or weight decay before it.
 
-        own: the parameters of this compressor that it has.
+        In any step, as a scheduler or load_state_dict may set it later. own: the parameters of this compressor that the
+        optimizer has.
         """
-        inner = self._algorithm.local_momentum
-        if inner > 0.0 and optimizer not in self._told_of_momentum and self._warns():
-            groups = [group for group in optimizer.param_groups if own & set(map(id, group["params"]))]
-            outer = max(map(_momentum_of, groups), default=0.0)
-            if outer > 0.0:
-                self._told_of_momentum.add(optimizer)
-                warn(two_momenta(outer, self._algorithm.name, inner))
+        inner, name = self._algorithm.local_momentum, self._algorithm.name
+        if inner == 0.0 or optimizer in self._told or not self._warns():
+            return
+        groups = [group for group in optimizer.param_groups if own & set(map(id, group["params"]))]
+        outer = max(map(_momentum_of, groups), default=0.0)
+        decay = max((group["weight_decay"] for group in groups if isinstance(optimizer, torch.optim.SGD)), default=0.0)
+        if outer > 0.0:
+            warn(two_momenta(outer, name, inner))
+        elif decay > 0.0:
+            warn(WEAK_DECAY.format(decay, inner, name, 1.0 / (1.0 - inner)))
+        if outer > 0.0 or decay > 0.0:
+            self._told.add(optimizer)
 
 
 def have_gradients(parameters: Iterable[torch.Tensor]) -> bool:

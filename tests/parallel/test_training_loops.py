@@ -248,6 +248,25 @@ def test_the_momentum_of_adam_is_warned_of(beta, warned):
     assert all(Path(one.filename).parent == Path(__file__).parent for one in told)  # a line of these tests
 
 
+@pytest.mark.parametrize(("name", "decay"), [("SGD", 0.01), ("SGD", 0.0), ("AdamW", 0.01)])
+@pytest.mark.parametrize("method", ["dgc", "gradient_dropping"])
+def test_weight_decay_behind_the_momentum_is_warned_of(method, name, decay):
+    """AdamW's acts on the weights. Without a momentum in the compressor, SGD's is where it belongs."""
+    parameters = make_parameters()
+    with alone_as_elastic():
+        compression = getattr(Compression, method)(parameters.items(), 0.05, min_numel=100)
+    options = {"betas": (0.0, 0.999)} if name == "AdamW" else {}
+    inner = getattr(torch.optim, name)(list(parameters.values()), lr=0.1, weight_decay=decay, **options)
+    optimizer = distributed(parameters, compression, optimizer=inner)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for t in range(2):
+            step(optimizer, parameters, draw(SHAPES, t, hvd.rank()))
+    told = [str(one.message) for one in caught if "weight_decay" in str(one.message)]
+    assert len(told) == (method == "dgc" and name == "SGD" and decay > 0.0 and hvd.rank() == 0)
+    assert all("momentum of 0.9, which Compression.dgc has: it is 10 times as weak" in one for one in told)
+
+
 @pytest.mark.parametrize("copies", [copy.deepcopy, pickle.dumps])
 def test_a_copy_is_refused_with_a_reason(copies):
     with pytest.raises(TypeError, match=r"cannot be copied, pickled or broadcast.*Module.*state_dict\(\)"):

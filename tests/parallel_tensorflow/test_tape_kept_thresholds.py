@@ -1,8 +1,6 @@
 """Thresholds that decide what is sent are part of the state. DCT renews a threshold when the count leaves its band."""
 
-import io
 import itertools
-import pickle
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -12,6 +10,7 @@ from gradients import draw
 from tf_helpers import Reducer, make_variables, several
 from turns import Ages, Alternating
 
+from hvd_sparse.checkpoint import load_state, save_state
 from hvd_sparse.tensorflow import Compression
 
 pytestmark = several
@@ -35,8 +34,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(means, method, tmp_path):
     for t in range(17):
         whole(draw(SHAPES, t, hvd.rank()))
     if means == "state_dict":
-        file = io.BytesIO(pickle.dumps(whole.compression.state_dict()))
-        resumed.compression.load_state_dict(pickle.load(file))
+        save_state(tmp_path / "state", whole.compression.state_dict())
+        resumed.compression.load_state_dict(load_state(tmp_path / "state"))
     else:
         path = tf.train.Checkpoint(compression=whole.compression).save(str(tmp_path / "checkpoint"))
         restored = tf.train.Checkpoint(compression=resumed.compression).restore(path)

@@ -11,6 +11,7 @@ from gradients import SCOPES, SHAPES, draw, whole_numbers
 from test_tape_conservation import NowAndThenDense
 from tf_helpers import Reducer, assert_ranks_agree, make_variables, residual_of, total
 
+from hvd_sparse.checkpoint import load_state, save_state
 from hvd_sparse.schedule import Schedule
 from hvd_sparse.tensorflow import Compression
 
@@ -86,8 +87,8 @@ def test_auto_is_what_the_performance_model_favours(favours, same_as, monkeypatc
 @pytest.mark.parametrize(
     ("method", "complete"), [("dgc", False), ("samomentum", False), ("topk", False), ("dgc", True)]
 )
-def test_a_state_goes_on_bit_for_bit(method, complete):
-    """Through state_dict, in which the regions are: 12 steps in a row are 5 and 7."""
+def test_a_state_goes_on_bit_for_bit(method, complete, tmp_path):
+    """Through a file of state_dict, in which the regions are: 12 steps in a row are 5 and 7."""
     make = functools.partial(getattr(Compression, method), density=0.05, min_numel=50, complete=complete, **SCATTER)
 
     def run(reduce, steps):
@@ -99,10 +100,11 @@ def test_a_state_goes_on_bit_for_bit(method, complete):
     run(reduce, range(5))
     saved = compression.state_dict()
     assert saved["regions"]
+    save_state(tmp_path / "state", saved)
     expected = run(reduce, range(5, 12))
     others = make_variables()
     again = make(list(others.values()))
-    again.load_state_dict(saved)
+    again.load_state_dict(load_state(tmp_path / "state"))
     for found, wanted in zip(run(Reducer(others, again, True, op=hvd.Sum), range(5, 12)), expected, strict=True):
         for name in SHAPES:
             np.testing.assert_array_equal(found[name], wanted[name])

@@ -1,7 +1,6 @@
 """A checkpoint continues a run bit for bit. Summed over the ranks, it can be loaded by any number of ranks."""
 
 import functools
-import pickle
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -11,6 +10,7 @@ from gradients import draw, whole_numbers
 from tf_helpers import Reducer, assert_alive, assert_ranks_agree, make_variables, memory_of, residual_of, several, total
 
 from hvd_sparse import wire
+from hvd_sparse.checkpoint import load_state, save_state
 from hvd_sparse.schedule import WarmUp
 from hvd_sparse.tensorflow import Compression
 
@@ -72,7 +72,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(means, method, scope, tmp_path):
     train(reduce, range(5))
     variables = {name: variable.numpy() for name, variable in reduce.variables.items()}
     if means == "state_dict":
-        saved = pickle.dumps(reduce.compression.state_dict())
+        save_state(tmp_path / "state", reduce.compression.state_dict())
     else:
         path = tf.train.Checkpoint(compression=reduce.compression).save(str(tmp_path / "checkpoint"))
     train(reduce, range(5, 12))
@@ -82,7 +82,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(means, method, scope, tmp_path):
     train(resumed, range(2))  # loading discards what was there
     assign(resumed, variables)
     if means == "state_dict":
-        resumed.compression.load_state_dict(pickle.loads(saved))
+        resumed.compression.load_state_dict(load_state(tmp_path / "state"))
     else:
         restored = tf.train.Checkpoint(compression=resumed.compression).restore(path)
         restored.assert_existing_objects_matched().assert_consumed()

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import launching
-import numpy as np
 import pytest
 import torch
 from launching import launch, mpirun
+
+from hvd_sparse.checkpoint import load_state
 
 pytestmark = launching.MARKS
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -103,19 +104,15 @@ def test_a_checkpoint_is_gone_on_from_with_another_number_of_ranks_in_tensorflow
     for ranks in (3, 1):
         epochs = 2 if ranks == 3 else 3
         last = run("tensorflow2_digits.py", ["--epochs", str(epochs), *options], ranks)
-        with np.load(path) as file:
-            iterations = [int(file[key]) for key in file.files if key.startswith("variable/") and not file[key].shape]
+        iterations = [int(value) for value in load_state(path)["variables"] if not value.shape]
         assert epochs * (1437 // (32 * ranks)) in iterations
     assert last["loss"] < first["loss"]
 
 
 def waiting_in(framework, path):
     """Return the largest magnitudes of the residuals in a checkpoint."""
-    if framework == "torch":
-        memory = torch.load(path, weights_only=True)["compression"]["memory"]
-        return [float(buffers["residual"].abs().max()) for buffers in memory.values() if buffers]
-    with np.load(path) as file:
-        return [float(np.abs(file[key]).max()) for key in file.files if key.startswith("memory/")]
+    state = torch.load(path, weights_only=True) if framework == "torch" else load_state(path)
+    return [float(abs(buffers["residual"]).max()) for buffers in state["compression"]["memory"].values() if buffers]
 
 
 SYNTHETIC = ["--num-warmup-batches", "0", "--num-batches-per-iter", "2", "--num-iters", "2", "--width", "64"]

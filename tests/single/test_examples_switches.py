@@ -38,6 +38,7 @@ REFUSED = [
     ("sidco", ["--ranks-per-host", "2"], "--ranks-per-host is for --method dgc,"),
     ("dgc", ["--lifespan", "3"], "--lifespan is for --method dct: leave it out with --method dgc"),
     ("dgc", ["--threshold", "0.1"], "--threshold is for --method hard_threshold: leave"),
+    ("samomentum", ["--no-factor-masking"], "--factor-masking is for --method dgc: leave it out with"),
     ("none", LOW_BIT, "--values is for --method dgc,"),
     ("fp16", [*LOW_BIT, "--level", "min"], "--values is for --method dgc,"),
     ("none", ["--granularity", "channel"], "--granularity is for --method dgc,"),
@@ -111,6 +112,11 @@ def test_switches_of_low_bit_values_are_passed_on(load):
     for method in set(load("reporting").METHODS) - DENSE:
         found = settings_of(load, ["--method", method, *LOW_BIT, "--level", "min", "--granularity", "channel"])
         assert (found["values"], found["level"], found["granularity"]) == ("int2", "min", "channel")
+
+
+def test_factor_masking_is_of_dgc(load):
+    for given, expected in (("--no-factor-masking", False), ("--factor-masking", True)):
+        assert settings_of(load, ["--method", "dgc", given])["factor_masking"] is expected
 
 
 def test_what_is_not_given_has_the_default_of_the_plugin(load):

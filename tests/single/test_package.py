@@ -1,9 +1,14 @@
 """The parts that are built or omitted, and the messages about them."""
 
+import ctypes
+import importlib.metadata
 import importlib.util
 import os
+import re
 import runpy
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,8 +77,74 @@ def test_a_build_in_place_removes_libraries_of_frameworks_that_it_leaves_out(mon
     libraries.mkdir(parents=True)
     for name in ("numpy", "torch", "tensorflow"):
         (libraries / f"libhvd_sparse_{name}.so").touch()
+        (libraries / f"libhvd_sparse_{name}.version").touch()
+    (libraries / "libhvd_sparse_numpy.version").unlink()
     build.run()
     assert [path.name for path in libraries.iterdir()] == ["libhvd_sparse_numpy.so"]
+
+
+def test_a_build_records_the_versions_of_its_frameworks(monkeypatch, tmp_path):
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    record = runpy.run_path(str(ROOT / "setup.py"))["record_versions"]
+    record(tmp_path, ["torch"])
+    assert [path.name for path in tmp_path.iterdir()] == ["libhvd_sparse_torch.version"]
+    monkeypatch.setattr(library, "LIBRARY_DIRECTORY", tmp_path)
+    (tmp_path / "libhvd_sparse_torch.so").touch()
+    assert library.other_version("torch") == ""
+    monkeypatch.setattr("importlib.metadata.version", lambda name: f"{name} 9")
+    assert library.other_version("torch").endswith("installed is torch 9")
+    (tmp_path / "libhvd_sparse_torch.version").unlink()  # of a build by CMake alone
+    assert library.other_version("torch") == ""
+
+
+def test_the_version_of_a_framework_from_a_package_of_another_name(monkeypatch):
+    def version(name):
+        if name != "tensorflow-cpu":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "2.21.0"
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: {"tensorflow": ["tensorflow-cpu"]})
+    assert library.installed_version("tensorflow") == "2.21.0"
+    assert library.installed_version("torch") == ""
+
+
+SYMBOLS = {"torch": b"_ZN2at4_ops", "tensorflow": b"_ZN10tensorflow15OpKernelContext"}  # what names of these begin with
+
+
+@pytest.mark.parametrize("framework", library.FRAMEWORKS)
+def test_a_library_for_another_version_of_its_framework_says_so(framework, tmp_path):
+    """In a copy of the package, with a library that asks for symbols which no version of the framework has."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.version")
+    package = shutil.copytree(Path(library.__file__).parent, tmp_path / "hvd_sparse", ignore=ignored)
+    changed = package / "lib" / f"libhvd_sparse_{framework}.so"
+    symbol = SYMBOLS[framework]
+    changed.write_bytes(changed.read_bytes().replace(symbol, symbol[:-1] + b"0"))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def run(*options):
+        command = [sys.executable, *options]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
+
+    installed = importlib.metadata.version(framework)
+    built = run("-m", "hvd_sparse", "--check-build").stdout  # without a record of the version
+    assert "[!]" not in built and built.count("[X] ") >= 3 and built.endswith(" mpi4py\n"), built
+    (package / "lib" / f"libhvd_sparse_{framework}.version").write_text("1.2.3\n")
+    build = rf"HVD_SPARSE_WITH_{framework.upper()}=1 pip install --no-build-isolation .* --no-deps \."
+    told = run("-m", "hvd_sparse", "--check-build").stdout
+    assert f"(CPU): built for {framework} 1.2.3, installed is {installed}\n" in told and told.count("[!]") == 1, told
+    assert re.search(rf"The {framework} operators may not load: install hvd_sparse again\. .*{build}\n$", told), told
+    failed = run("-c", f"import hvd_sparse.{framework}.ops").stderr.splitlines()[-1]
+    assert failed.startswith(f"ImportError: hvd_sparse cannot load its {framework} operators, built for"), failed
+    assert f"{framework} 1.2.3, installed is {installed}. Install hvd_sparse again. " in failed
+    assert re.search(rf"{build} The loader says: {changed}: undefined symbol: \w+$", failed), failed
+
+
+def test_a_library_that_does_not_load_for_another_reason_gives_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(library, "LIBRARY_DIRECTORY", tmp_path)
+    (tmp_path / "libhvd_sparse_torch.so").write_text("no library")
+    with pytest.raises(ImportError, match=r"most likely .* version or build of torch .* says: .*(invalid|too short)"):
+        library.load_library("torch", ctypes.CDLL)
 
 
 def test_what_another_build_left_is_forgotten(monkeypatch, tmp_path):
