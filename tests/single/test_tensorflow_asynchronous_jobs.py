@@ -42,10 +42,12 @@ def test_training_on_digits(ranks, options, data):
     found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     workers = ranks - (0 if options[0] == "colocated" else int(options[0]))
     assert len(found) == workers
-    for result in found:
-        assert result["accuracy"] > 0.8 and result["loss"] < 0.7, output
+    last = max(found, key=lambda result: result["stats"]["all"]["pushes"])
+    assert last["stats"]["all"]["pushes"] == 240
+    assert last["accuracy"] > 0.8 and last["loss"] < 0.7, output
+    for result in found:  # one that ended before the others has a model of fewer pushes
+        assert result["accuracy"] > 0.6, output
         stats = result["stats"]
         assert stats["pushes"] == 240 // workers
         assert stats["ratio_up"] > 5.0
         assert stats["non_finite"] == stats["repeated"] == stats["all"]["refused"] == 0
-    assert max(result["stats"]["all"]["pushes"] for result in found) == 240
