@@ -234,10 +234,9 @@ class Worker:
             return group.select(k, partial(self._accumulate_top_k, *memory, **rule))  # accumulates, too
         if gradient is not None:
             self.traffic.non_finite += not native.accumulate(*memory, **rule)
-        if is_part and kept is None:
-            return group.select(k, partial(native.select_top_k, residual))
         if is_part:
-            return piece.begin + kept.select(residual, k, self.step)
+            top_k = partial(native.select_top_k, residual)
+            return group.select(k, top_k) if kept is None else piece.begin + kept.select(residual, k, self.step)
         if kept is not None:
             kept.miss(self.step)
         return np.arange(piece.begin, piece.end) if k else None
