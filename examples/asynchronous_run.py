@@ -8,6 +8,7 @@ import asynchronous_report
 import char_data
 import digits_data
 import numpy as np
+import plots
 import reporting
 from mpi4py import MPI
 
@@ -92,7 +93,7 @@ def start(args, tasks):
     args.verbose = rank == 0 and not args.quiet
     task = tasks[args.task](args)
     args.steps = task.steps()
-    args.warmup_steps = min(args.steps, args.steps // 10 if args.warmup_steps is None else args.warmup_steps)
+    args.warmup_steps = reporting.warmup_steps(args.warmup_steps, args.steps)
     args.lr = args.lr or task.LR
     args.clip_norm = task.CLIP_NORM if args.clip_norm is None else args.clip_norm
     return task
@@ -233,4 +234,4 @@ def report(example, rows, stats, seconds, task, args):
     results = {"loss": rows[-1]["loss"], task.METRIC: rows[-1][task.METRIC], "seconds": seconds, "workers": args.size}
     reporting.print_record({"example": example, **settings, **results, "stats": stats})
     if args.plot:
-        reporting.save_plot(lambda: asynchronous_report.draw(stats), args.plot)
+        plots.save_plot(lambda: asynchronous_report.draw(stats), args.plot)

@@ -5,6 +5,7 @@ import os
 import platform
 
 import numpy as np
+import plots
 import reporting
 
 COLUMNS = {  # columns of the table: heading and format
@@ -81,7 +82,7 @@ def write(results, args):
         writer.writerows(rows)
     if args.verbose:
         print(f"\n{title(args)}\n\n{text}\n\nwritten: {args.out}/comparison.md, steps.csv")
-    reporting.save_plot(lambda: draw(results, args), args.out / "comparison.png")
+    plots.save_plot(lambda: draw(results, args), args.out / "comparison.png")
 
 
 def draw(results, args):

@@ -1,6 +1,7 @@
 """The common part of the digits examples of both frameworks: switches, data, batch order and report."""
 
 import numpy as np
+import plots
 import reporting
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -13,8 +14,7 @@ def add_arguments(parser, add_shared=reporting.add_arguments):
     parser.add_argument(
         "--warmup-epochs",
         type=reporting.non_negative,
-        default=6,
-        help="epochs over which the learning rate rises and the density falls (default: %(default)s)",
+        help="epochs over which the learning rate rises and the density falls (default: a tenth of the epochs)",
     )
     parser.add_argument("--plot", metavar="PATH", help='(default: digits-METHOD.png; "" for none)')
 
@@ -33,7 +33,8 @@ def count_steps(images, args):
     args.steps_per_epoch = images // (args.batch_size * args.size)
     if not args.steps_per_epoch:
         raise SystemExit(f"--batch-size {args.batch_size} times {args.size} ranks exceeds {images} images")
-    args.warmup_steps = int(min(args.warmup_epochs, args.epochs) * args.steps_per_epoch)
+    given = None if args.warmup_epochs is None else int(args.warmup_epochs * args.steps_per_epoch)
+    args.warmup_steps = reporting.warmup_steps(given, args.epochs * args.steps_per_epoch)
 
 
 def end_epoch(rows, bar, train_loss, test_loss, accuracy, traffic):
@@ -54,7 +55,7 @@ def report(example, rows, traffic, seconds, args):
     path = f"digits-{method.replace(' ', '_')}.png" if args.plot is None else args.plot
     if path:
         panels = [["train_loss", "test_loss"], ["accuracy"], ["bytes_per_step"]]
-        reporting.plot_curves(rows, "epoch", panels, f"digits, {method}, {args.size} ranks", path)
+        plots.plot_curves(rows, "epoch", panels, f"digits, {method}, {args.size} ranks", path)
 
 
 def load():

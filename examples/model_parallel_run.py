@@ -18,6 +18,7 @@ import time
 
 import char_data
 import numpy as np
+import plots
 import reporting
 from mpi4py import MPI
 
@@ -87,7 +88,7 @@ def place(args, grid):
         raise SystemExit(f"--boundaries {args.boundaries} needs {needed} ranks a replica, or one; got {grid.stages}")
     if args.blocks <= args.boundaries:
         raise SystemExit(f"--blocks must be more than there are boundaries, {args.boundaries}; got {args.blocks}")
-    args.warmup_steps = min(args.steps, args.steps // 10 if args.warmup_steps is None else args.warmup_steps)
+    args.warmup_steps = reporting.warmup_steps(args.warmup_steps, args.steps)
 
 
 def stages_here(args):
@@ -168,7 +169,7 @@ def report(example, rows, everyone, seconds, args):
     reporting.print_record({"example": example, **results, "seconds": seconds, **settings, **places})
     if args.plot:
         title = f"{args.boundaries} boundaries, density {args.density:g}, {args.threshold}"
-        reporting.plot_curves(rows, "step", [["train_loss", "loss"], ["perplexity"]], title, args.plot)
+        plots.plot_curves(rows, "step", [["train_loss", "loss"], ["perplexity"]], title, args.plot)
 
 
 def describe(trainer, args):

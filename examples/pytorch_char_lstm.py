@@ -38,7 +38,7 @@ def parse_arguments():
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     training.add_arguments(parser, batch_size=8, lr=1.0, clip_norm=0.25)
-    training.add_step_arguments(parser, steps=6000, warmup_steps=600, evaluations=6)
+    training.add_step_arguments(parser, steps=6000, evaluations=6)
     parser.add_argument("--hidden", type=reporting.positive_integer, default=64, help="(default: %(default)s)")
     parser.add_argument("--sequence-length", type=reporting.positive_integer, default=32, help="(default: %(default)s)")
     parser.add_argument("--plot", metavar="PATH", help='(default: char_lstm-METHOD.png; "" for none)')
@@ -92,7 +92,7 @@ def evaluate(model, characters, args):
 def run(args):
     """Train; every rank takes part, rank 0 reports."""
     train_text, held_out_text = load_text()
-    args.warmup_steps = min(args.warmup_steps, args.steps)
+    args.warmup_steps = reporting.warmup_steps(args.warmup_steps, args.steps)
     model = Model(args.hidden).to(args.device)
     model, optimizer, compression = training.distribute(model, args, args.warmup_steps)
     traffic = reporting.Traffic(training.count_parameters(model), compression, args)

@@ -8,6 +8,7 @@ import importlib
 import math
 
 import char_data
+import plots
 import reporting
 import torch
 
@@ -142,12 +143,12 @@ def set_learning_rate(optimizer, peak, step, steps, warmup_steps):
         group["lr"] = reporting.learning_rate(peak, step, steps, warmup_steps)
 
 
-def add_step_arguments(parser, steps, warmup_steps, evaluations):
+def add_step_arguments(parser, steps, evaluations):
     """Add the switches of `train_steps`, with the defaults of one example."""
     positive, more = reporting.positive_integer, "(default: %(default)s)"
-    rise = f"steps over which the learning rate rises and the density falls {more}"
+    rise = "steps over which the learning rate rises and the density falls (default: a tenth of the steps)"
     parser.add_argument("--steps", type=positive, default=steps, help=more)
-    parser.add_argument("--warmup-steps", type=reporting.whole_number, default=warmup_steps, help=rise)
+    parser.add_argument("--warmup-steps", type=reporting.whole_number, help=rise)
     parser.add_argument("--evaluations", type=positive, default=evaluations, help=more)
 
 
@@ -190,7 +191,7 @@ def report_steps(example, title, rows, traffic, seconds, args, **settings):
     path = f"{example.removeprefix('pytorch_')}-{method.replace(' ', '_')}.png" if args.plot is None else args.plot
     if path:
         panels = [["train_loss", "held_out_loss"], ["perplexity"], ["bytes_per_step"]]
-        reporting.plot_curves(rows, "step", panels, f"{title}, {method}, {args.size} ranks", path)
+        plots.plot_curves(rows, "step", panels, f"{title}, {method}, {args.size} ranks", path)
 
 
 def sum_over_ranks(values, name, args):

@@ -61,7 +61,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     training.add_arguments(parser, batch_size=4, lr=1e-3, clip_norm=1.0)
     parser.set_defaults(weight_decay=0.1)
-    training.add_step_arguments(parser, steps=1000, warmup_steps=100, evaluations=10)
+    training.add_step_arguments(parser, steps=1000, evaluations=10)
     parser.add_argument("--width", type=reporting.positive_integer, default=256, help="(default: %(default)s)")
     parser.add_argument("--layers", type=reporting.positive_integer, default=8, help="(default: %(default)s)")
     parser.add_argument("--heads", type=reporting.positive_integer, default=8, help="(default: %(default)s)")
@@ -72,7 +72,7 @@ def parse_arguments():
         parser.error(f"--width must be a multiple of --heads, got {args.width} and {args.heads}")
     if args.nesterov and not reporting.compresses_momentum(args):
         parser.error("--nesterov is for --method dgc on several ranks: AdamW has none")
-    args.warmup_steps = min(args.warmup_steps, args.steps)
+    args.warmup_steps = reporting.warmup_steps(args.warmup_steps, args.steps)
     args.decay, args.weight_decay = args.weight_decay, 0.0  # AdamW has it, not the compressor
     return args
 

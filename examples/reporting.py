@@ -1,4 +1,4 @@
-"""The common part of all examples: arguments, traffic counters, progress, tables, plots, JSON."""
+"""The common part of all examples: arguments, traffic counters, progress, tables, JSON."""
 
 import argparse
 import importlib
@@ -216,6 +216,11 @@ def choose_compression(hvd, plugin, method, tensors, settings):
     return getattr(importlib.import_module(plugin).Compression, method)(tensors, **settings)
 
 
+def warmup_steps(given, steps):
+    """Return the steps over which the learning rate rises and the density falls: a tenth of all, unless given."""
+    return min(steps, steps // 10 if given is None else given)
+
+
 def learning_rate(peak, step, steps, warmup_steps):
     """Return the rate of a step: a linear rise over `warmup_steps`, then half a cosine down to 0."""
     if step < warmup_steps:
@@ -325,39 +330,6 @@ def print_table(rows):
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-
-
-def plot_curves(rows, x, panels, title, path):
-    """Draw one panel for each list of keys in `panels` against key `x` and save the figure to `path`."""
-    save_plot(lambda: _draw(rows, x, panels, title), path)
-
-
-def save_plot(draw, path):
-    """Save the figure that `draw()` returns.
-
-    A figure that cannot be drawn or saved is no reason to lose the results of a run: the error is printed.
-    """
-    try:
-        draw().savefig(path, dpi=120)
-    except (ImportError, OSError, ValueError) as error:  # ValueError: matplotlib cannot write this kind of file
-        print(f"no plot in {path}: {error}", file=sys.stderr)
-
-
-def _draw(rows, x, panels, title):
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.5 * len(panels), 3.5), layout="constrained")
-    for axis, keys in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        for key in keys:
-            axis.plot([row[x] for row in rows], [row[key] for row in rows], marker=".", label=key.replace("_", " "))
-        axis.set_xlabel(x)
-        axis.set_ylabel(" / ".join(keys).replace("_", " "))
-        axis.grid(alpha=0.3)
-        if keys == ["bytes_per_step"] and rows[-1]["bytes_per_step"]:
-            axis.set_yscale("log")
-        axis.legend()
-    figure.suptitle(title)
-    return figure
 
 
 def finite(value):

@@ -128,6 +128,32 @@ def test_what_is_not_given_has_the_default_of_the_plugin(load):
         getattr(Settings, method)(None, **settings)  # they are all that the method needs
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], 6000),
+        (["--epochs", "5"], 500),
+        (["--epochs", "1"], 100),
+        (["--epochs", "5", "--warmup-epochs", "1.5"], 1500),
+        (["--epochs", "5", "--warmup-epochs", "9"], 5000),
+        (["--epochs", "5", "--warmup-epochs", "0"], 0),
+    ],
+)
+def test_a_tenth_of_the_run_is_its_warm_up(options, expected, load):
+    """60 epochs are the default; 1,000 steps each here."""
+    digits, parser = load("digits_data"), argparse.ArgumentParser()
+    digits.add_arguments(parser, lambda parser, **defaults: None)
+    args = parser.parse_args(options)
+    args.batch_size, args.size = 4, 2
+    digits.count_steps(8000, args)
+    assert args.warmup_steps == expected
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 40), (7, 7), (0, 0), (500, 400)])
+def test_a_tenth_of_the_steps_is_their_warm_up(given, expected, load):
+    assert load("reporting").warmup_steps(given, 400) == expected
+
+
 def test_the_report_has_the_density_of_the_compressor(load, capsys):
     reporting = load("reporting")
     args = SimpleNamespace(method="dgc", size=2, rank=0, seed=0, batch_size=1, lr=1.0)
@@ -263,7 +289,7 @@ def test_powersgd_has_no_checkpoint(options, is_refused, load, capsys, monkeypat
 def test_powersgd_has_plots_of_its_own(rank, name, load, monkeypatch):
     """The plot of dense training is not overwritten."""
     reporting, paths = load("reporting"), []
-    monkeypatch.setattr(reporting, "plot_curves", lambda rows, x, panels, title, path: paths.append(path))
+    monkeypatch.setattr(load("plots"), "plot_curves", lambda rows, x, panels, title, path: paths.append(path))
     monkeypatch.setattr(reporting, "print_json", lambda *arguments, **results: None)
     args = SimpleNamespace(method="none", powersgd=rank, plot=None, rank=0, size=2, epochs=1)
     load("digits_data").report("x", [{"accuracy": 1.0, "test_loss": 1.0}], None, 1.0, args)

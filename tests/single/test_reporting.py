@@ -80,7 +80,7 @@ def test_results_are_printed_before_the_plot_is_drawn(end, load, capsys, monkeyp
     def fail(*arguments):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(load("reporting"), "save_plot", fail)
+    monkeypatch.setattr(load("plots"), "save_plot", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         end(load, arguments(plot=str(tmp_path / "curve.png")))
     assert strict(capsys.readouterr().out.splitlines()[-1])["loss"] == 3.0
