@@ -1,7 +1,8 @@
 """Density over the steps of training: constant, or warming up from dense to sparse.
 
-The warm-up follows Deep Gradient Compression, section 3.3: the density starts at 25 % and falls by a constant factor
-per stage (sparsity 75, 93.75, 98.4375, 99.6, 99.9 %), so that more of the early, fast-changing gradients is sent.
+The warm-up follows Deep Gradient Compression, sections 3.3 and 4.1: the density starts at 25 % and falls by a constant
+factor per stage (sparsity 75, 93.75, 98.4375, 99.6, 99.9 %), so that more of the early, fast-changing gradients is
+sent.
 
 Differences from the paper: the warm-up counts optimizer steps, not epochs, which the compressor does not know; any
 final density, not only 0.1 %, follows the same geometric law.
@@ -94,7 +95,7 @@ class WarmUp(Schedule):
 
     The densities of the stages are initial * factor**i while more than 5 % above `final`; stages divide `steps` evenly,
     and the density is `final` from step `steps` on. If `final` is at least `initial`, the density is constant. With
-    fewer steps than stages, stages are skipped. Source: Deep Gradient Compression, section 3.3.
+    fewer steps than stages, stages are skipped. Source: Deep Gradient Compression, sections 3.3 and 4.1.
 
     Args:
         final: Density after the warm-up, in (0, 1].

@@ -34,7 +34,7 @@ SHARED_ARGUMENTS = {
     "DENSITY": """\
     density: Part of the elements to send, a number in (0, 1], or a `hvd_sparse.schedule.Schedule`.
     warmup: Number of warm-up steps, in stages: the density starts at 25 % and falls by a factor of 4 per stage (Deep
-        Gradient Compression, section 3.3). None: no warm-up. Or a `Schedule`.""",
+        Gradient Compression, sections 3.3 and 4.1). None: no warm-up. Or a `Schedule`.""",
     "MOMENTUM": """\
     weight_decay: Coefficient of weight decay, which is added to the gradient before the momentum, independent of `op`
         and loss scale. A number; {name: number}, 0 for other parameters; or a function of name and parameter that

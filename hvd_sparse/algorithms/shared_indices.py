@@ -97,7 +97,7 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
         """CLT-k, the cyclic local top-k of ScaleCom, a baseline of MiCRO. Keep the momentum in the optimizer.
 
         Rank step % world_size selects the k largest elements of its residual; all ranks send values at these elements.
-        Source: Chen et al. (2020), section 3.
+        Source: Chen et al. (2020), without their low-pass filter of the residual (beta = 1).
 
         Args:
             PARAMETERS
@@ -130,7 +130,7 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
         """Random-k with error feedback, a baseline: no indices are sent. Keep the momentum in the optimizer.
 
         All ranks draw the same k elements from the seed. Difference from the paper: one element from each of k equal
-        parts of the model, so that no element waits long. Source: Stich et al. (2018), definition 2.1.
+        parts of the model, so that no element waits long. Source: Stich et al. (2018), definition 2.2.
 
         Args:
             PARAMETERS

@@ -93,8 +93,8 @@ class ThresholdMethods(Methods[Parameters, Compressor]):
 
         Each further stage fits the elements above the last threshold by an exponential or a generalized Pareto
         distribution; the first of several stages keeps a quarter, the others reach the density in equal ratios.
-        The number of elements sent is as accurate as the fit; see `stats()["step"]["density"]`. Source: Abdelmoniem et
-        al. (2021), Algorithm 1.
+        The number of elements sent is as accurate as the fit, which uses a sample of a large tensor; see
+        `stats()["step"]["density"]`. Source: Abdelmoniem et al. (2021), Algorithm 1.
 
         Args:
             PARAMETERS

@@ -23,7 +23,7 @@ def accumulate(
     velocity + g and residual += velocity; with nesterov velocity = momentum * (velocity + g) and residual += velocity,
     then g. A velocity below the smallest normal float32 is zero: denormals would stay, and slow down the arithmetic.
     Where residual or velocity overflows, both stay as they are, and the gradient counts as not finite. Every product
-    and every sum is rounded to float32. Source: Gradient Dropping, section 3; Deep Gradient Compression,
+    and every sum is rounded to float32. Source: Gradient Dropping, section 4; Deep Gradient Compression,
     Algorithms 3 and 4.
     """
     with np.errstate(over="ignore", invalid="ignore"):

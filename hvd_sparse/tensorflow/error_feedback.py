@@ -20,7 +20,7 @@ from hvd_sparse.units import Units
 
 
 class ErrorFeedback(tf.__internal__.tracking.AutoTrackable):
-    """The error feedback of Gradient Dropping: r <- r + g; sent values are subtracted (section 3).
+    """The error feedback of Gradient Dropping: r <- r + g; sent values are subtracted (section 4).
 
     Buffers are flat float32, on `device`. A variable below `min_numel` has none, unless sent values stay
     in the residual (SAMomentum), or a float16 velocity may be clamped.

@@ -43,7 +43,7 @@ class StatePart(NamedTuple):
 
 
 class ErrorFeedback:
-    """The error feedback of Gradient Dropping: r <- r + g; sent values are subtracted (section 3)."""
+    """The error feedback of Gradient Dropping: r <- r + g; sent values are subtracted (section 4)."""
 
     BUFFERS = ("residual",)
     retained = 0.0  # fraction of a sent value that stays in the residual
