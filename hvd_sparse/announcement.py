@@ -1,6 +1,7 @@
 """Announcement of a rank that waits for the others between two steps, in the presence sum that starts a step.
 
-Ranks that have begun a step see the announcement, and all ranks raise at once; otherwise they would deadlock.
+Ranks that check presence before they send payloads see the announcement, and all ranks raise at once. In a step whose
+payloads go into one all-reduce they do not check it first, and wait until the announcing rank, which raises, ends.
 """
 
 MOST_RANKS = 4096

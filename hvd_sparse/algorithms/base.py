@@ -46,13 +46,14 @@ SHARED_ARGUMENTS = {
     clip_scope: "tensor" clips each tensor by its norm, "model" all tensors by the norm of the rank's whole gradient,
         and needs `scope="model"`.""",
     "EXCHANGE": """\
-    exchange: How the selections of all ranks become one sum. "gather": every rank receives all selections, world_size *
-        k entries, and as many elements can change. "reduce_scatter": each rank owns a region of the elements, adds its
-        entries and keeps the largest sums, k over all ranks; every rank receives 2 k entries, for every world size.
-        Other elements stay in the residuals. "hierarchical": the ranks of a host add their gradients, each compresses
-        a part of the sum, and hosts exchange the parts; Horovod must permit process sets. "auto": "reduce_scatter" if
-        it takes at most half as long as "gather" on a network of 1 Gbit/s, by `hvd_sparse.performance_model`: in large
-        models, from about five ranks on; with `complete`, from seven to seventeen, by density and values.
+    exchange: How the selections of all ranks become one sum. "gather": every rank receives the k entries of every other
+        rank, and up to world_size * k elements change. "reduce_scatter": each rank owns a region of the elements, adds
+        the entries that all ranks send for it, and keeps the largest sums, k over all regions; every rank receives less
+        than 2 k entries, for every world size. Other elements stay in the residuals. "hierarchical": the ranks of a
+        host add their gradients, each compresses a part of the sum, and hosts exchange the parts; Horovod must permit
+        process sets. "auto": "reduce_scatter" if it takes at most half as long as "gather" on a network of 1 Gbit/s, by
+        `hvd_sparse.performance_model`: with 25.6 M elements from 5 ranks on at density 0.01, from 7 on at 0.001 (with
+        `complete`, 8 and 14); with smaller models later or never.
     complete: In a reduce-scatter, all ranks add their whole residuals at the elements that owners keep, in one more
         all-reduce of at most k float32. Residuals stay smaller; a rank receives about two thirds more bytes.
     ranks_per_host: With `exchange="hierarchical"`, the number of consecutive ranks on each host, or a list with one

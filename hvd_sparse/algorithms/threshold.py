@@ -91,9 +91,9 @@ class ThresholdMethods(Methods[Parameters, Compressor]):
     ) -> Compressor:
         """SIDCo, a baseline: the threshold of a distribution fitted to the residual. Keep momentum in the optimizer.
 
-        Each further stage fits the elements above the last threshold by an exponential or a generalized Pareto
-        distribution; the first of several stages keeps a quarter, the others reach the density in equal ratios.
-        The number of elements sent is as accurate as the fit, which uses a sample of a large tensor; see
+        The threshold is found in stages: each fits a distribution to the elements above the last stage's threshold.
+        The first of several stages keeps a quarter of the elements, the others reduce them in equal ratios to the
+        density. The number of elements sent is as accurate as the fit, which uses a sample of a large tensor; see
         `stats()["step"]["density"]`. Source: Abdelmoniem et al. (2021), Algorithm 1.
 
         Args:
@@ -101,7 +101,8 @@ class ThresholdMethods(Methods[Parameters, Compressor]):
             DENSITY
             stages: Initial number of stages. Every 5 steps, a tensor whose mean number of elements was off by more than
                 20 % adds or removes one, in the direction that helped the last time.
-            distribution: Distribution of the first stage: "exponential", "gamma" or "pareto" (generalized).
+            distribution: Distribution of the first stage: "exponential", "gamma" or "pareto" (generalized). The other
+                stages have an exponential one after "exponential", else a generalized Pareto distribution.
             SHARED
         """
         return cls._from(SIDCo, locals())

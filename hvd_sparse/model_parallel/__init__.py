@@ -2,8 +2,9 @@
 
 `hvd_sparse.torch.model_parallel` and `hvd_sparse.tensorflow.model_parallel` are what training scripts use.
 
-A stage's activations are a matrix B x f, a row a sample. Forward, a row keeps its largest d * f magnitudes; values and
-mask are sent. Backward, the gradient is sent at the same mask, as values alone. There is no error feedback.
+A stage's activations are a matrix with one row per sample and f columns. Forward, each row keeps the density * f
+elements of largest magnitude; their values and positions (the mask) are sent. Backward, the gradient at these positions
+is sent: values alone, as both stages know the mask. There is no error feedback.
 Source: Dynamic Communication Thresholding (Gupta et al., 2021), section 2.2, algorithm 2.
 """
 

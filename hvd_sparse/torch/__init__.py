@@ -1,6 +1,7 @@
 """hvd_sparse for PyTorch: `hvd.DistributedOptimizer(..., compression=Compression.dgc(model.named_parameters()))`.
 
-`ops` and `*_ops`, the native operators, need no Horovod; the compressors do, and load it when first named.
+`Compression` needs Horovod, and loads it when first named. `ddp` (for DistributedDataParallel), `ops` and `*_ops` (the
+native operators) do not.
 """
 
 import importlib
