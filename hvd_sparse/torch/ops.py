@@ -7,7 +7,7 @@ any integer that fits 64 bits. `segments` lists the groups of elements that shar
 values, see `hvd_sparse.wire`. Autograd sees no change in place.
 
 All tensors of a call are on one device, and so are the results; only `segments` and the places of located payloads are
-always on the CPU. docs/cuda.md lists the differences on CUDA devices: above all, damage is recorded
+always on the CPU. docs/cuda-operators.md lists the differences on CUDA devices: above all, damage is recorded
 (`take_decode_status`) instead of raised.
 """
 
