@@ -121,7 +121,8 @@ def test_commands_exist(page, command):
 def messages():
     """Return what the tables of the troubleshooting page say is printed, up to the last of them."""
     page = (DOCS / "troubleshooting.md").read_text().split("## It trains, but")[0]
-    return re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    cells = re.findall(r"^\| (`[^|]+`) \|", page, re.MULTILINE)
+    return [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
 
 
 def strings():
