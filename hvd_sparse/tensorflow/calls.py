@@ -4,7 +4,6 @@ The variable is in a local list of Horovod's own stack frames while it traces `c
 """
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -252,22 +251,26 @@ def _momentum_of(optimizer) -> float:
 
 
 def warn_of_twins(call: Call, variables: Variables) -> None:
-    """Warn if other variables of the compressor have the shapes and types of the call's variables.
+    """Warn if other variables of the compressor have the shape and type of one of the call's, outside a tf.function.
 
-    TensorFlow tells calls apart by shapes and types, not by variables: for a call with the other ones, as for the
-    second of two equal networks, it would run the graph of this call, with its residuals.
+    There Horovod reduces in a tf.function of its own, one for each compressor. TensorFlow tells its calls apart by
+    shapes and types, not by variables: for a later call with one of the others it would run the graph of this call,
+    with its residuals.
     """
     own = variables.names_of(call.variables)
+    graph = tf.compat.v1.get_default_graph()
 
-    def kinds(names: set[str]) -> Counter:
-        """Count the variables of each shape and type."""
-        return Counter((tuple(variables[name].shape.as_list()), variables[name].dtype.base_dtype) for name in names)
+    def kinds(names: set[str]) -> set[tuple]:
+        """Return the shape and type of each variable."""
+        return {(tuple(variables[name].shape.as_list()), variables[name].dtype.base_dtype) for name in names}
 
-    if own and kinds(own) <= kinds(set(variables) - own):
+    is_kept = getattr(getattr(graph, "outer_graph", graph), "name", None) == "allreduce_grads"
+    if is_kept and kinds(own) & kinds(set(variables) - own):
         warn(
-            f"hvd_sparse: this call reduces {len(own)} variables of the compressor, and others have the same shapes. "
-            "If these are reduced in another call, build a compressor for each call: TensorFlow takes one for another. "
-            "If they are frozen, all is well"
+            f"hvd_sparse: this call reduces {len(own)} of the compressor's variables, and others have shapes of these. "
+            "Should another call reduce others, TensorFlow would take it for this one, and mix up their gradients: "
+            "build a compressor for each call, and a new one, with the old one's state, when layers are frozen or "
+            "thawed. If the others never train, all is well"
         )
 
 

@@ -358,7 +358,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
             if isinstance(gradient, tf.Tensor):
                 name = parts.variables.name_of(variable)
                 gradients[name], positions[position] = gradient, name
-            elif isinstance(gradient, tf.IndexedSlices) and parts.algorithm.replaces_optimizer and exchange.rank() == 0:
+            elif isinstance(gradient, tf.IndexedSlices) and exchange.rank() == 0:
                 warn(not_compressed(f"the sparse gradient of {variable.name}", parts.algorithm))
         if exchange.rank() == 0:
             warn_of_twins(call, parts.variables)

@@ -210,8 +210,8 @@ class SparseCompressor(Compressor):
         return False
 
     def _warn_of_sparse(self) -> None:
-        """Warn once of a sparse gradient, which Horovod does not give to `compress`, if that changes the training."""
-        if self.algorithm.replaces_optimizer and not self._has_warned_of_sparse and self._collectives.is_first():
+        """Warn once of a sparse gradient, which Horovod does not give to `compress`."""
+        if not self._has_warned_of_sparse and self._collectives.is_first():
             warn(not_compressed("a sparse gradient, as of Embedding(sparse=True),", self.algorithm))
         self._has_warned_of_sparse = True
 

@@ -8,8 +8,8 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
-from gradients import SCOPES, draw
-from tf_helpers import Reducer, assert_alive, make_variables, several
+from gradients import SCOPES, draw, whole_numbers
+from tf_helpers import Reducer, assert_alive, make_variables, residual_of, several, total
 
 from hvd_sparse.tensorflow import Compression, exchange
 
@@ -194,19 +194,45 @@ def test_different_steps_are_seen_on_every_rank():
 
 
 @several
-def test_a_call_that_leaves_out_variables_of_its_own_shapes_warns():
-    """TensorFlow would take the call of the second of two equal networks for that of the first."""
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_a_call_that_leaves_out_variables_of_its_own_shapes_warns(graph):
+    """Eagerly, TensorFlow would take a call with some of these for this one: Horovod keeps its tf.function."""
     shapes = {"actor": (3, 4), "critic": (3, 4), "head": (5,)}
     variables = make_variables(shapes)
-    for names, is_twin in ((["actor"], True), (["actor", "critic"], False), (["actor", "head"], False)):
+    for names, has_twin in ((["actor"], True), (["actor", "critic"], False), (["actor", "head"], True)):
         compression = Compression.gradient_dropping(list(variables.values()), density=0.5, min_numel=0)
-        reduce = Reducer(variables, compression)
+        reduce = Reducer(variables, compression, graph)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             reduce({name: np.ones(shapes[name]) for name in names})
         told = [one.filename for one in caught if "build a compressor for each call" in str(one.message)]
-        assert (len(told) > 0) == (is_twin and hvd.rank() == 0), names
+        assert (len(told) > 0) == (has_twin and not graph and hvd.rank() == 0), names
         assert {Path(name).parent for name in told} <= {Path(__file__).parent}  # a line of these tests
+
+
+@several
+@pytest.mark.filterwarnings("ignore:hvd_sparse. this call reduces 2 of")
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_other_layers_train_with_a_new_compressor(graph):
+    """Three equal layers, of which another one is frozen each time: what is not sent stays in its own residual."""
+    shapes = dict.fromkeys("abc", (300,))
+    variables, state = make_variables(shapes), None
+    fed, out = ({name: np.zeros(300) for name in shapes} for _ in range(2))
+    for phase, names in enumerate(("bc", "ab", "ac")):
+        compression = Compression.gradient_dropping(list(variables.values()), density=0.05, min_numel=0)
+        if state:
+            compression.load_state_dict(state)
+        reduce = Reducer(variables, compression, graph, op=hvd.Sum)
+        for step in range(3):
+            drawn = whole_numbers(shapes, 3 * phase + step, hvd.rank())
+            gradients = {name: drawn[name] for name in names}
+            reduced = reduce(gradients)
+            for name in names:
+                fed[name] += total(gradients[name])
+                out[name] += reduced[name]
+        state = compression.state_dict()
+    for name in shapes:
+        np.testing.assert_array_equal(fed[name], out[name] + total(residual_of(compression, name)))
 
 
 @several
