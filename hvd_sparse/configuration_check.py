@@ -35,7 +35,7 @@ def explain_difference(descriptions: Sequence[Sequence[str]]) -> str:
 def check_failed(seconds: float) -> str:
     """Say what it means if the other ranks have not answered for so long."""
     return (
-        "hvd_sparse: the other ranks did not take part in the first exchange of this compressor, or in loading its "
-        f"state, within {seconds:.0f} s. Every rank must build its compressors in the same order, and call reset() or "
-        "load_state_dict() like the others"
+        "hvd_sparse: the other ranks did not take part in the first exchange of this compressor, or in a call for its "
+        f"state, within {seconds:.0f} s. Every rank must build its compressors in the same order, and call reset(), "
+        "load_state_dict() and state_dict(summed=True) like the others"
     )

@@ -32,6 +32,11 @@ REDUCE_FIRST = (
     "optimizer.skip_synchronize(): scaler.step(optimizer), or optimizer.step(). With a scaler, also set "
     "compression.loss_scale = scaler, once"
 )
+STEP_HAS_FAILED = (
+    "hvd_sparse: this step has ended with an error, and cannot go on. To go on with the next one, on every rank: "
+    "optimizer.load_state_dict(optimizer.state_dict()); optimizer.zero_grad(); compression.reset(), or "
+    "compression.load_state_dict() with a state from before"
+)
 _compressors: weakref.WeakSet["SparseCompressor"] = weakref.WeakSet()
 
 
@@ -100,6 +105,8 @@ class SparseCompressor(Compressor):
         if ctx is None:
             self._warn_of_sparse()
             return tensor
+        if tensor is None:  # Horovod has given its result to an earlier call
+            raise RuntimeError(STEP_HAS_FAILED)
         with self._lock:
             if self._step.arrivals.get(ctx.name) is not ctx:
                 raise RuntimeError(

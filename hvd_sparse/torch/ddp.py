@@ -255,6 +255,7 @@ class DDPCompressor(Compressor):
 
     def _deliver(self) -> None:
         """Finish the step: write the mean over all ranks to the buckets."""
+        self._refuse_unreduced()
         unused = self._start_unused()
         self._finish()
         scale, kept = 1.0 / self._exchange.size(), self._unused_everywhere(unused)
@@ -282,6 +283,16 @@ class DDPCompressor(Compressor):
             arrived.future.set_result(arrived.buffer)
         self._arrived, self._arrived_names = [], set()
         self._used.clear()
+
+    def _refuse_unreduced(self) -> None:
+        """Raise RuntimeError if a parameter has a gradient that DDP does not reduce."""
+        alone = sorted(self._used - self._arrived_names)
+        if alone:
+            raise RuntimeError(
+                f"hvd_sparse: DistributedDataParallel does not reduce the gradient of {alone[0]}, and each rank would "
+                "train it alone: it was unfrozen after DistributedDataParallel was built. Build that and a compressor "
+                "anew when other layers train, and load the old compressor's state"
+            )
 
     def _put(self, arrivals: list[Arrival], means: list[torch.Tensor], scale: float, kept: set[str]) -> None:
         """Write the reduced gradients to the bucket, but for `kept`. means: of the tensors sent dense, in order."""

@@ -171,8 +171,6 @@ def _momentum_of(group: dict) -> float:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
-    if torch.compiler.is_compiling():
-        return
     for checks in tuple(_checks):
         checks.before_step(optimizer)
 
@@ -180,4 +178,4 @@ def _before_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
 @functools.cache
 def _watch_optimizers() -> None:
     """Have `_before_step` called before each step of any optimizer; once for all compressors."""
-    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))  # also of compiled steps

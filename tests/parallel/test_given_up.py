@@ -85,3 +85,32 @@ def test_a_reset(exchange):
         training.optimizer.load_state_dict(training.optimizer.state_dict())  # Horovod forgets its own handles
     assert_ranks_agree(training.run(2))
     assert training.compression.stats()["steps"] == 2
+
+
+def clip(training):
+    torch.nn.utils.clip_grad_norm_(training.model.parameters(), 0.01)
+    training.optimizer.step()
+
+
+def unscale(training):
+    training.compression.loss_scale = scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))  # sets its scale
+    scaler.step(training.optimizer)
+
+
+@pytest.mark.parametrize("mistake", [clip, unscale])
+@pytest.mark.parametrize("exchange", MAKERS)
+def test_a_step_that_ended_with_an_error_says_how_to_go_on(exchange, mistake):
+    """As in a notebook: the same as if the mistake had not been made."""
+    training = Training(MAKERS[exchange], "tensor")
+    training.backward(0)
+    with pytest.raises(RuntimeError, match="Reduce first, then change gradients"):
+        mistake(training)
+    with pytest.raises(RuntimeError, match=r"optimizer\.load_state_dict\(optimizer\.state_dict\(\)\);"):
+        training.optimizer.synchronize()
+    training.optimizer.load_state_dict(training.optimizer.state_dict())
+    training.optimizer.zero_grad()
+    training.compression.reset()
+    found, expected = training.run(3), Training(MAKERS[exchange], "tensor").run(3)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_ranks_agree(found)

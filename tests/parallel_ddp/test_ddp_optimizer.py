@@ -56,6 +56,19 @@ def test_a_loss_scale_that_was_not_set_is_an_error(joins):
     assert_ranks_agree(model)
 
 
+def test_a_compiled_step_is_checked_too():
+    model, _, optimizer = build(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), clip_norm=1.0)
+    optimizer.step = torch.compile(optimizer.step, backend="aot_eager")
+    loss_of(model).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    told = [one for one in caught if "both are applied" in str(one.message)]
+    assert len(told) == (dist.get_rank() == 0)
+    with pytest.raises(RuntimeError, match=r"before training: compression\.loss_scale = scaler"):
+        scaled_step(model, optimizer, torch.amp.GradScaler("cpu", init_scale=64.0))
+
+
 def test_a_compressor_that_is_not_registered_is_warned_of_once():
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(40, 30))

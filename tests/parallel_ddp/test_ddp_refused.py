@@ -209,6 +209,19 @@ def test_a_parameter_that_was_frozen_when_the_compressor_was_built_is_refused():
     assert_alive()
 
 
+def test_a_layer_that_is_thawed_is_refused_as_each_rank_would_train_it_alone():
+    model = nn.Sequential(linear(), nn.Linear(30, 2))
+    model[0].requires_grad_(False)
+    compression = Compression.gradient_dropping(model.named_parameters())
+    compression.register(ddp := DistributedDataParallel(model))
+    ddp(torch.ones(4, 40)).sum().backward()
+    model[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"does not reduce the gradient of 0\.(bias|weight), and each rank would"):
+        for _ in range(2):  # a layer at the beginning has its gradient after the last bucket
+            ddp(torch.ones(4, 40)).sum().backward()
+    assert_alive()
+
+
 def test_a_frozen_layer_may_be_of_inference_mode():
     with torch.inference_mode():
         body = linear().requires_grad_(False)
