@@ -82,6 +82,8 @@ class DDPCompressor(Compressor):
         self._arrived: list[ArrivedBucket] = []
         self._arrived_names: set[str] = set()
         self._used: set[str] = set()  # parameters with a gradient since the last step
+        self._reduced: set[str] = set()  # parameters that the model reduces: those of its last step
+        self._optimizer_checks.further = weakref.WeakMethod(self._refuse_unreduced)
 
     def register(self, model: DistributedDataParallel) -> None:
         """Compress the model's gradients from now on. Call it once on every rank, before the first backward pass.
@@ -255,6 +257,7 @@ class DDPCompressor(Compressor):
 
     def _deliver(self) -> None:
         """Finish the step: write the mean over all ranks to the buckets."""
+        self._reduced = self._arrived_names
         self._refuse_unreduced()
         unused = self._start_unused()
         self._finish()
@@ -285,13 +288,14 @@ class DDPCompressor(Compressor):
         self._used.clear()
 
     def _refuse_unreduced(self) -> None:
-        """Raise RuntimeError if a parameter has a gradient that DDP does not reduce."""
-        alone = sorted(self._used - self._arrived_names)
+        """Raise RuntimeError if a parameter that trains has a gradient that DDP does not reduce."""
+        own = self._used - self._reduced if self._reduced else ()
+        alone = sorted(name for name in own if self._parameters[name].requires_grad)
         if alone:
             raise RuntimeError(
                 f"hvd_sparse: DistributedDataParallel does not reduce the gradient of {alone[0]}, and each rank would "
-                "train it alone: it was unfrozen after DistributedDataParallel was built. Build that and a compressor "
-                "anew when other layers train, and load the old compressor's state"
+                "train it alone: it was unfrozen after DistributedDataParallel was built. When other layers are to "
+                "train, delete that and its compressor, build both anew, and load the compressor's state"
             )
 
     def _put(self, arrivals: list[Arrival], means: list[torch.Tensor], scale: float, kept: set[str]) -> None:

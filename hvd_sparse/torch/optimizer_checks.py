@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -65,6 +65,7 @@ class OptimizerChecks:
         self._stepped: set[int] = set()  # parameters that an optimizer has stepped with
         self._has_told = self._has_told_of_unused = False
         self._needs_scale = algorithm.replaces_optimizer or not is_always_dense(algorithm.schedule)
+        self.further: Callable[[], Callable[[], None] | None] | None = None  # a reference to a further check of a step
         self._replace_others()
         _watch_optimizers()
 
@@ -91,6 +92,9 @@ class OptimizerChecks:
         own = self._own_ids(optimizer)
         if not own:
             return
+        further = self.further and self.further()
+        if further:
+            further()
         has_reduced = bool(self._due & own)  # else the scale of its last step says nothing of this one
         self._due -= own
         self._stepped |= own

@@ -209,17 +209,45 @@ def test_a_parameter_that_was_frozen_when_the_compressor_was_built_is_refused():
     assert_alive()
 
 
-def test_a_layer_that_is_thawed_is_refused_as_each_rank_would_train_it_alone():
-    model = nn.Sequential(linear(), nn.Linear(30, 2))
-    model[0].requires_grad_(False)
+@pytest.mark.parametrize("thawed", [0, 1])
+def test_a_layer_that_is_thawed_is_refused_before_each_rank_trains_it_alone(thawed):
+    model = nn.Sequential(linear(), nn.Linear(30, 30))
+    model[thawed].requires_grad_(False)
     compression = Compression.gradient_dropping(model.named_parameters())
     compression.register(ddp := DistributedDataParallel(model))
-    ddp(torch.ones(4, 40)).sum().backward()
-    model[0].requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"does not reduce the gradient of 0\.(bias|weight), and each rank would"):
-        for _ in range(2):  # a layer at the beginning has its gradient after the last bucket
-            ddp(torch.ones(4, 40)).sum().backward()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    inputs = torch.full((4, 40), 1.0 + dist.get_rank())
+    ddp(inputs).square().sum().backward()
+    optimizer.step()
+    model[thawed].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=rf"does not reduce the gradient of {thawed}\.(bias|weight), and each rank"):
+        ddp(inputs).square().sum().backward()  # raises, or if the layer's gradient comes after the last bucket,
+        optimizer.step()
+    assert_ranks_agree(model)
     assert_alive()
+
+
+def test_a_frozen_layer_may_have_gradients_of_another_pass():
+    """Of another DistributedDataParallel, in whose steps it trains, or of a pass for its gradients alone."""
+    model = nn.Sequential(linear(), nn.Linear(30, 2))
+    models = []
+    for trains in (False, True):
+        model[0].requires_grad_(trains)
+        compression = Compression.gradient_dropping(model.named_parameters())
+        compression.register(ddp := DistributedDataParallel(model))
+        models.append((ddp, compression))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        model[0].requires_grad_(True)
+        if step == 4:
+            model(torch.ones(4, 40)).square().mean().backward()
+        ddp = models[step % 2][0]
+        model[0].requires_grad_(step % 2 == 1)
+        optimizer.zero_grad()
+        ddp(torch.ones(4, 40)).square().mean().backward()
+        optimizer.step()
+    assert [compression.stats()["steps"] for _, compression in models] == [3, 3]
+    assert_ranks_agree(model)
 
 
 def test_a_frozen_layer_may_be_of_inference_mode():

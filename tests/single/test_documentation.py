@@ -16,7 +16,8 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MUL
     f"test-{suite}" for suite in ("native", "single", "parallel")
 }
 TREE = re.compile(r"^```\{toctree\}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINKED = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
+LINKED = re.compile(r"\]\(([^)#\s]*)#?([^)\s]*)\)")
+CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
 COMMAND = re.compile(
@@ -143,8 +144,19 @@ def test_messages_are_those_of_the_source():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    targets = [target for target, _ in LINKED.findall(page.read_text()) if not target.startswith("http")]
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+    wrong = []
+    for target, anchor in LINKED.findall(CODE.sub("", page.read_text())):
+        if not target.startswith("http"):
+            path = page.parent / target if target else page
+            if not path.exists() or (anchor and anchor not in anchors(path)):
+                wrong.append(f"{target}#{anchor}")
+    assert wrong == []
+
+
+def anchors(page):
+    """Return the anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)", CODE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_page_is_in_the_contents():
