@@ -105,7 +105,7 @@ def is_elastic() -> bool:
 
 def not_compressed(gradient: str, algorithm) -> str:
     """Return the warning for a gradient that Horovod does not pass to the compressor."""
-    settings = f", nor has it the momentum, weight_decay and clip_norm of Compression.{algorithm.name}"
+    settings = f", nor does it get the momentum, weight_decay and clip_norm of Compression.{algorithm.name}"
     return (
         f"hvd_sparse: Horovod reduces {gradient} without its compressor: it is not compressed, and does not count in "
         f"stats(){settings if algorithm.replaces_optimizer else ''}. sparse_as_dense=True of Horovod's optimizer or "

@@ -65,7 +65,7 @@ class OptimizerChecks:
         self._stepped: set[int] = set()  # parameters that an optimizer has stepped with
         self._has_told = self._has_told_of_unused = False
         self._needs_scale = algorithm.replaces_optimizer or not is_always_dense(algorithm.schedule)
-        self.further: Callable[[], Callable[[], None] | None] | None = None  # a reference to a further check of a step
+        self.further: Callable[[], Callable[[], None] | None] = lambda: None  # a weak reference to one more check
         self._replace_others()
         _watch_optimizers()
 
@@ -92,8 +92,7 @@ class OptimizerChecks:
         own = self._own_ids(optimizer)
         if not own:
             return
-        further = self.further and self.further()
-        if further:
+        if further := self.further():
             further()
         has_reduced = bool(self._due & own)  # else the scale of its last step says nothing of this one
         self._due -= own
