@@ -19,7 +19,7 @@ from hvd_sparse.trials import Trials
 from hvd_sparse.wire import HEADER_BYTES, payload_size, top_k_count
 
 FLOAT32_BYTES = 4
-MOST_DRIFT = 1.5  # ways are timed anew when the density has changed by more than this factor
+MOST_DRIFT = 1.5  # payloads are timed anew when the density has changed by more than this factor
 
 
 class TensorSize(NamedTuple):
@@ -73,7 +73,7 @@ class DenseFallback:
         chosen = self.density(density)
         if self.is_measured and chosen < 1.0:
             if not 1.0 / MOST_DRIFT <= density / self._tried_density <= MOST_DRIFT:
-                self._trials, self._tried_density = Trials(), density
+                self._trials, self._tried_density = self._trials.at_other_density(), density
             chosen = 1.0 if self._trials.is_dense else density
         self._chosen = {step: way for step, way in self._chosen.items() if step == number - 1}
         self._chosen[number] = chosen >= 1.0

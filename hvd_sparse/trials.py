@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections import deque
+from collections.abc import Iterable
 
 SETTLING_STEPS = 3  # first steps, which are not timed: buffers are allocated, and Horovod negotiates the names
 TIMED_STEPS = 5  # timed steps of a trial
@@ -20,10 +21,12 @@ class Trials:
     time from the beginning of a step to that of the next one; it arrives after later steps have begun.
     """
 
-    def __init__(self):
+    def __init__(self, dense_seconds: Iterable[float] = ()):
+        """dense_seconds: durations of dense steps at another density. If there are any, only payloads are timed."""
         self.is_dense = False  # whether the next step is sent dense
-        self._seconds = {way: deque(maxlen=TIMED_STEPS) for way in (False, True)}  # by is_dense
-        self._to_try = [True]  # ways to try after the current trial
+        timed = {False: (), True: dense_seconds}  # by is_dense
+        self._seconds = {way: deque(seconds, maxlen=TIMED_STEPS) for way, seconds in timed.items()}
+        self._to_try = [] if self._seconds[True] else [True]  # ways to try after the current trial
         self._tried: bool | None = False  # the way in the current trial; None: no trial
         self._to_skip = SETTLING_STEPS
         self._left = 0  # steps until the next trial
@@ -33,6 +36,11 @@ class Trials:
         """Return the median duration of the steps timed this way; None if there are none."""
         timed = self._seconds[is_dense]
         return statistics.median(timed) if timed else None
+
+    def at_other_density(self) -> "Trials":
+        """Return the trials after a change of density, on which the duration of a dense step does not depend."""
+        is_known = not self._tried and not self._to_try  # dense steps are neither being timed nor still to be timed
+        return Trials(self._seconds[True] if is_known else ())
 
     def note(self, is_dense: bool, seconds: float) -> None:
         """Record the duration of a step: the mean over ranks."""

@@ -165,6 +165,43 @@ def test_measured_steps_are_compared_while_the_density_changes_in_every_step():
             one.note(step, 1.0)
 
 
+STAGES = [0.1, 0.05, 0.02, 0.01, 0.001]
+
+
+def measured_ways(payload_seconds, dense_seconds, stage_steps=150, last_steps=150):
+    """Return whether each step of a warm-up was dense: a list for each stage. Seconds arrive as in a job."""
+    fallback = rule(2, tensors={"w": TensorSize((1000, 1000), 4)}, density=Periodic(), dense_fallback="measured")
+    ways, seconds = [[] for _ in STAGES], []
+    stages = [stage for stage, _ in enumerate(STAGES[:-1]) for _ in range(stage_steps)] + [len(STAGES) - 1] * last_steps
+    for step, stage in enumerate(stages):
+        if step > 1:
+            fallback.note(step - 1, seconds[step - 2])
+        ways[stage].append(fallback.choose(step, STAGES[stage]) >= 1.0)
+        seconds.append(dense_seconds if ways[stage][-1] else payload_seconds[stage])
+    return ways
+
+
+def test_on_a_slow_network_a_warm_up_tries_dense_steps_once():
+    """The next trial of dense steps comes after a hundred times the cost of the first."""
+    ways = measured_ways([0.2, 0.18, 0.16, 0.15, 0.14], 9.5)
+    assert [sum(stage) for stage in ways] == [4, 0, 0, 0, 0]
+
+
+def test_payloads_are_timed_in_each_stage_where_dense_steps_were_faster():
+    ways = measured_ways([0.5, 0.4, 0.3, 0.2, 0.05], 0.1)
+    for stage in ways[:-1]:
+        assert 2 <= stage.count(False) <= 15 and all(stage[30:])
+    assert not any(ways[-1])
+
+
+@pytest.mark.parametrize("stage_steps", [1, 2, 5, 8, 11, 14, 17])
+@pytest.mark.parametrize("dense_seconds", [0.01, 1.0])
+def test_stages_shorter_than_a_trial_end_with_the_faster_way(stage_steps, dense_seconds):
+    ways = measured_ways([0.1] * len(STAGES), dense_seconds, stage_steps)
+    assert any(map(any, ways)) and not all(map(all, ways))
+    assert ways[-1][30:] == [dense_seconds < 0.1] * (150 - 30)
+
+
 def test_decisions_at_densities_that_never_recur_take_no_memory():
     fallback = rule(2, density=Decaying())
     tracemalloc.start()
