@@ -230,7 +230,8 @@ class CMakeBuild(build_ext):
         if not self.inplace:
             shutil.rmtree(package / "lib", ignore_errors=True)
         for module in FRAMEWORKS:
-            (package / "lib" / f"libhvd_sparse_{module}.version").unlink(missing_ok=True)
+            if module not in built or f"hvd_sparse_{module}" in targets:
+                (package / "lib" / f"libhvd_sparse_{module}.version").unlink(missing_ok=True)
             if module not in built:
                 (package / "lib" / f"libhvd_sparse_{module}.so").unlink(missing_ok=True)
         if shutil.which("cmake") is None:

@@ -76,19 +76,22 @@ class Candidates {
   }
 
   // Keeps the first k in the total order of SelectTopK, sorted by index.
-  void Cut() {
-    if (entries_.size() <= k_) return;
+  void Cut() { CutTo(k_); }
+
+  // The same for another number, 0 < k.
+  void CutTo(size_t k) {
+    if (entries_.size() <= k) return;
     std::vector<M> magnitudes(entries_.size());
     std::transform(entries_.begin(), entries_.end(), magnitudes.begin(), [](const Entry& e) { return e.magnitude; });
-    std::nth_element(magnitudes.begin(), magnitudes.begin() + (k_ - 1), magnitudes.end(), std::greater<>());
-    threshold_ = magnitudes[k_ - 1];
+    std::nth_element(magnitudes.begin(), magnitudes.begin() + (k - 1), magnitudes.end(), std::greater<>());
+    threshold_ = magnitudes[k - 1];
     size_t above = 0;
     std::vector<uint64_t> ties;
     for (const Entry& entry : entries_) {
       above += entry.magnitude > threshold_;
       if (entry.magnitude == threshold_) ties.push_back(HashOf(entry));
     }
-    const size_t wanted = k_ - above;
+    const size_t wanted = k - above;
     std::nth_element(ties.begin(), ties.begin() + (wanted - 1), ties.end());
     largest_tie_ = ties[wanted - 1];
     entries_.erase(

@@ -29,6 +29,9 @@ constexpr int64_t kChecksumAt = offsetof(Header, checksum);
 // Returns the header of a payload with its checksum set to zero.
 Header MakeHeader(const PayloadFormat& format, int64_t entries);
 
+// Checks size, header and checksum, and reads the number of entries.
+Status CheckBytes(const PayloadFormat& format, const uint8_t* payload, int64_t size, int64_t* entries);
+
 // Returns the offset of the values.
 int64_t ValuesAt(const PayloadFormat& format);
 

@@ -5,6 +5,7 @@
 #include <string>
 #include <type_traits>
 
+#include "layout.h"
 #include "multiversion.h"
 #include "run_length.h"
 
@@ -127,7 +128,9 @@ Status UnpackKept(DType dtype, const uint8_t* payload, int64_t size, const uint8
   HVD_SPARSE_RETURN_IF_ERROR(CheckScalar(dtype));
   const int64_t kept = CountKept(mask, n);
   PayloadView view;
-  HVD_SPARSE_RETURN_IF_ERROR(Validate(KeptFormat(kept, dtype), payload, size, &view));
+  const PayloadFormat format = KeptFormat(kept, dtype);
+  HVD_SPARSE_RETURN_IF_ERROR(CheckBytes(format, payload, size, &view.entries));  // there are no positions to check
+  view.values = payload + ValuesAt(format);
   if (view.entries != kept) {
     return Status::CorruptPayload("payload entries is " + std::to_string(view.entries) + ", expected " +
                                   std::to_string(kept) + ", as many as the mask keeps");

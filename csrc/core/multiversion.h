@@ -1,5 +1,5 @@
 // The compiler builds functions with this mark for several x86-64 levels. The loader chooses one when the library is
-// loaded.
+// loaded. Only in anonymous namespaces: GCC exports the choices of others from the library.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(HVD_SPARSE_PORTABLE)

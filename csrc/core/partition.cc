@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "candidates.h"
+#include "dtype.h"
 #include "multiversion.h"
 #include "random.h"
 #include "strata.h"
@@ -22,20 +23,6 @@ constexpr double kHighest = 1.08;
 constexpr double kLeeway = 4;      // elements: the number of elements in a small share varies by chance
 constexpr double kMargin = 0.98;   // elements above this fraction of the threshold are gathered, in case of too few
 constexpr int64_t kTogether = 64;  // runs of the sample that are prefetched together
-
-// Returns the m largest of the gathered entries, ordered by SelectTopK's total order, sorted by index.
-std::vector<Candidates<float>::Entry> Largest(std::vector<Candidates<float>::Entry> entries, size_t m, uint64_t seed) {
-  using Entry = Candidates<float>::Entry;
-  if (m >= entries.size()) return entries;
-  std::nth_element(entries.begin(), entries.begin() + static_cast<int64_t>(m), entries.end(),
-                   [seed](const Entry& a, const Entry& b) {
-                     if (a.magnitude != b.magnitude) return a.magnitude > b.magnitude;
-                     return Hash(seed, static_cast<uint64_t>(a.index)) < Hash(seed, static_cast<uint64_t>(b.index));
-                   });
-  entries.resize(m);
-  std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) { return a.index < b.index; });
-  return entries;
-}
 
 // Finds the counter of each magnitude: that of its bin, or the last counter for NaN and for magnitudes below all bins.
 HVD_SPARSE_MULTIVERSION void FindBins(const float* values, int64_t n, uint32_t lowest, uint32_t base, uint32_t* bins) {
@@ -131,7 +118,7 @@ class Selecting {
     const uint32_t lowest = CandidateBar<float>(kMargin * params_.threshold);
     const uint32_t bar = CandidateBar<float>(params_.threshold);
     const Candidates<float> none(rule_.most() + 1, lowest, params_.seed);
-    const Candidates<float> gathered = AccumulateCandidates(parts_, size_, none, parallel_for_, finite);
+    Candidates<float> gathered = AccumulateCandidates(parts_, size_, none, parallel_for_, finite);
     Entries reaching;
     std::copy_if(gathered.entries().begin(), gathered.entries().end(), std::back_inserter(reaching),
                  [bar](const auto& entry) { return entry.magnitude >= bar; });
@@ -140,7 +127,7 @@ class Selecting {
     if (fits) {
       Take(reaching, result);
     } else if (size_ > 0) {
-      HVD_SPARSE_RETURN_IF_ERROR(TakeLargest(gathered.entries(), rule_.wanted(), lowest == 1, result));
+      HVD_SPARSE_RETURN_IF_ERROR(TakeLargest(std::move(gathered), rule_.wanted(), lowest == 1, result));
     }
     Sketch(fits, result);
     return Status::Ok();
@@ -153,12 +140,13 @@ class Selecting {
     for (const auto& entry : entries) result->indices.push_back(params_.begin + entry.index);
   }
 
-  // Selects the `wanted` largest elements. has_all_nonzero: whether `entries` has the largest of all nonzero elements.
+  // Selects the `wanted` largest elements. has_all_nonzero: whether `gathered` has the largest of all nonzero elements.
   // If wanted is 0, nothing is sent, and the threshold is the largest magnitude: the next one starts from it.
-  Status TakeLargest(const Entries& entries, int64_t wanted, bool has_all_nonzero, Partitioned* result) const {
+  Status TakeLargest(Candidates<float> gathered, int64_t wanted, bool has_all_nonzero, Partitioned* result) const {
     const int64_t m = std::max<int64_t>(1, wanted);
-    if (has_all_nonzero || static_cast<int64_t>(entries.size()) >= m) {
-      const Entries largest = Largest(entries, static_cast<size_t>(m), params_.seed);
+    if (has_all_nonzero || static_cast<int64_t>(gathered.entries().size()) >= m) {
+      gathered.CutTo(static_cast<size_t>(m));
+      const Entries& largest = gathered.entries();
       uint32_t smallest = largest.empty() ? 0 : kInfinityBits<float>;
       for (const auto& entry : largest) smallest = std::min(smallest, entry.magnitude);
       result->threshold = MagnitudeFromBits(float{}, smallest);
@@ -262,11 +250,18 @@ Status CheckPartition(const std::vector<Part>& parts, const PartitionParams& par
                                    " and " + std::to_string(params.end));
   }
   if (std::isnan(params.share)) return Status::InvalidArgument("share must be a number");
+  if (params.end > kMaxElements) {
+    return Status::InvalidArgument("end must be at most 2^48, got " + std::to_string(params.end));
+  }
   int64_t end = 0;
   for (const Part& part : parts) {
     if (part.begin < end) {
       return Status::InvalidArgument("parts must ascend and not overlap: one begins at " + std::to_string(part.begin) +
                                      ", before " + std::to_string(end));
+    }
+    if (part.begin > kMaxElements - part.gradient.size) {
+      return Status::InvalidArgument("parts must end at 2^48 at most: one of " + std::to_string(part.gradient.size) +
+                                     " elements begins at " + std::to_string(part.begin));
     }
     end = part.begin + part.gradient.size;
   }

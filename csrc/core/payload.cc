@@ -66,7 +66,8 @@ Status CheckHeader(const PayloadFormat& format, const Header& header) {
   return Expect("entries", static_cast<uint64_t>(format.k), header.entries);
 }
 
-// Checks size, header and checksum, and reads the number of entries.
+}  // namespace
+
 Status CheckBytes(const PayloadFormat& format, const uint8_t* payload, int64_t size, int64_t* entries) {
   int64_t expected;
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &expected));
@@ -78,6 +79,8 @@ Status CheckBytes(const PayloadFormat& format, const uint8_t* payload, int64_t s
   *entries = static_cast<int64_t>(header.entries);
   return Status::Ok();
 }
+
+namespace {
 
 // Copies `view.values` in the type that Unpack returns.
 void CopyValues(const PayloadFormat& format, const PayloadView& view, void* values) {
@@ -171,10 +174,15 @@ Status Pack(const PayloadFormat& format, const int64_t* indices, const void* val
     return Status::InvalidArgument("a payload holds k = " + std::to_string(format.k) + " entries or none, got " +
                                    std::to_string(entries));
   }
-  Positions positions{std::vector<uint32_t>(static_cast<size_t>(BlockCount(format.n))),
-                      std::vector<uint16_t>(static_cast<size_t>(entries))};
-  HVD_SPARSE_RETURN_IF_ERROR(
-      EncodeRunLength(indices, entries, format.n, positions.counts.data(), positions.runs.data()));
+  Positions positions;
+  if (ResolveCoding(format.coding, format.n, format.k) == Coding::kRunLength) {
+    positions.counts.resize(static_cast<size_t>(BlockCount(format.n)));
+    positions.runs.resize(static_cast<size_t>(entries));
+    HVD_SPARSE_RETURN_IF_ERROR(
+        EncodeRunLength(indices, entries, format.n, positions.counts.data(), positions.runs.data()));
+  } else {
+    HVD_SPARSE_RETURN_IF_ERROR(CheckAscending(indices, entries, format.n));
+  }
   std::vector<uint8_t> low_bit;
   if (IsLowBit(format.dtype) && entries > 0) {
     low_bit.resize(static_cast<size_t>(ValuesSize(format)));
@@ -183,7 +191,7 @@ Status Pack(const PayloadFormat& format, const int64_t* indices, const void* val
   }
 
   std::memset(payload, 0, static_cast<size_t>(size));  // there is no error after this
-  WritePositions(format.coding, indices, format.n, format.k, positions, payload + kPositionsAt);
+  WritePositions(format.coding, indices, entries, format.n, format.k, positions, payload + kPositionsAt);
   if (!low_bit.empty()) {
     std::copy(low_bit.begin(), low_bit.end(), payload + ValuesAt(format));
   } else if (entries > 0) {

@@ -81,9 +81,8 @@ int64_t PositionsSize(Coding coding, int64_t n, int64_t k) {
   }
 }
 
-void WritePositions(Coding coding, const int64_t* indices, int64_t n, int64_t k, const Positions& positions,
-                    uint8_t* section) {
-  const auto entries = static_cast<int64_t>(positions.runs.size());
+void WritePositions(Coding coding, const int64_t* indices, int64_t entries, int64_t n, int64_t k,
+                    const Positions& positions, uint8_t* section) {
   switch (ResolveCoding(coding, n, k)) {
     case Coding::kDense: break;
     case Coding::kEliasFano:

@@ -28,10 +28,10 @@ struct Positions {
   const void* Runs() const { return in_place != nullptr ? static_cast<const void*>(in_place) : runs.data(); }
 };
 
-// Writes PositionsSize bytes, all of which must be zero before the call. There are k indices or none; `positions` has
-// the same entries as run lengths.
-void WritePositions(Coding coding, const int64_t* indices, int64_t n, int64_t k, const Positions& positions,
-                    uint8_t* section);
+// Writes PositionsSize bytes, all of which must be zero before the call. `entries` is k or 0; `positions` has the
+// indices as run lengths, which only kRunLength reads.
+void WritePositions(Coding coding, const int64_t* indices, int64_t entries, int64_t n, int64_t k,
+                    const Positions& positions, uint8_t* section);
 
 // Decodes `entries` positions, k or 0. Any bytes are safe; returns CorruptPayload unless they encode this number. Run
 // lengths stay in the section, which must outlive the positions.

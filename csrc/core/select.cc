@@ -110,22 +110,20 @@ inline __attribute__((always_inline)) void Mark(const T* data, int64_t n, BitsOf
   for (int64_t i = 0; i < n; ++i) marks[i] = Reaches<T>(MagnitudeBits(data[i]), threshold);
 }
 
-}  // namespace
-
-HVD_SPARSE_MULTIVERSION void MarkReaching(const float* data, int64_t n, uint32_t threshold, uint8_t* marks) {
+HVD_SPARSE_MULTIVERSION void MarkIn(const float* data, int64_t n, uint32_t threshold, uint8_t* marks) {
   Mark(data, n, threshold, marks);
 }
-HVD_SPARSE_MULTIVERSION void MarkReaching(const double* data, int64_t n, uint64_t threshold, uint8_t* marks) {
+HVD_SPARSE_MULTIVERSION void MarkIn(const double* data, int64_t n, uint64_t threshold, uint8_t* marks) {
   Mark(data, n, threshold, marks);
 }
-HVD_SPARSE_MULTIVERSION void MarkReaching(const Float16* data, int64_t n, uint16_t threshold, uint8_t* marks) {
+HVD_SPARSE_MULTIVERSION void MarkIn(const Float16* data, int64_t n, uint16_t threshold, uint8_t* marks) {
   Mark(data, n, threshold, marks);
 }
-HVD_SPARSE_MULTIVERSION void MarkReaching(const BFloat16* data, int64_t n, uint16_t threshold, uint8_t* marks) {
+HVD_SPARSE_MULTIVERSION void MarkIn(const BFloat16* data, int64_t n, uint16_t threshold, uint8_t* marks) {
   Mark(data, n, threshold, marks);
 }
 
-HVD_SPARSE_MULTIVERSION int64_t NumberReaching(const float* data, int64_t n, uint32_t threshold) {
+HVD_SPARSE_MULTIVERSION int64_t NumberIn(const float* data, int64_t n, uint32_t threshold) {
   constexpr int64_t kPart = 1 << 16;  // counted in 32 bits, of which a vector has twice as many as of 64
   int64_t total = 0;
   for (int64_t i = 0; i < n;) {
@@ -136,6 +134,23 @@ HVD_SPARSE_MULTIVERSION int64_t NumberReaching(const float* data, int64_t n, uin
   }
   return total;
 }
+
+}  // namespace
+
+void MarkReaching(const float* data, int64_t n, uint32_t threshold, uint8_t* marks) {
+  MarkIn(data, n, threshold, marks);
+}
+void MarkReaching(const double* data, int64_t n, uint64_t threshold, uint8_t* marks) {
+  MarkIn(data, n, threshold, marks);
+}
+void MarkReaching(const Float16* data, int64_t n, uint16_t threshold, uint8_t* marks) {
+  MarkIn(data, n, threshold, marks);
+}
+void MarkReaching(const BFloat16* data, int64_t n, uint16_t threshold, uint8_t* marks) {
+  MarkIn(data, n, threshold, marks);
+}
+
+int64_t NumberReaching(const float* data, int64_t n, uint32_t threshold) { return NumberIn(data, n, threshold); }
 
 Status SelectTopK(const Array& values, const SelectParams& params, const ParallelFor& parallel_for,
                   Selection* selection) {

@@ -205,7 +205,7 @@ class ReduceBucketBase : public Kernel {
     TF_RETURN_IF_ERROR(call.Number("scale", &scale));
     TF_RETURN_IF_ERROR(PlanMessage(call, form_, form_.sizes, &layout));
     TF_RETURN_IF_ERROR(call.Report(CheckRanks(ranks)));
-    if (bytes != ranks * layout.bytes) {
+    if (bytes % ranks != 0 || bytes / ranks != layout.bytes) {
       return call.Invalid("gathered must be a message of ", layout.bytes, " bytes of each of ", ranks, " ranks, got ",
                           bytes, " bytes");
     }

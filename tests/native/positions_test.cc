@@ -86,12 +86,12 @@ void CheckRoundTrip(Coding coding, int64_t n, int64_t k, const std::vector<int64
   EXPECT_EQ(static_cast<int64_t>(expected.size()), PositionsSize(coding, n, k), where);
   const std::unique_ptr<uint8_t[]> section(new uint8_t[expected.size()]());
   const Positions positions = PositionsOf(n, indices);
-  WritePositions(coding, indices.data(), n, k, positions, section.get());
+  const auto entries = static_cast<int64_t>(indices.size());
+  WritePositions(coding, indices.data(), entries, n, k, positions, section.get());
   EXPECT(std::equal(expected.begin(), expected.end(), section.get()), where);
   const Exact copy(expected);
   Positions read{std::vector<uint32_t>(3, 7u), std::vector<uint16_t>(3, uint16_t{7}),
                  expected.data()};  // of another payload
-  const auto entries = static_cast<int64_t>(indices.size());
   EXPECT_STATUS(StatusKind::kOk, ReadPositions(coding, copy.get(), n, k, entries, &read), where);
   EXPECT_EQ(positions.counts, read.counts, where);
   EXPECT_EQ(positions.runs, RunsOf(read, entries), where);

@@ -84,8 +84,9 @@ def test_what_no_tensor_covers_counts_as_zeros():
 
 @pytest.mark.parametrize(
     "change",
-    [{"threshold": -1.0}, {"threshold": math.nan}, {"share": math.nan}, {"begin": -1}, {"end": -1}, {"begins": [0]}],
-)
+    [{"threshold": -1.0}, {"threshold": math.nan}, {"share": math.nan}, {"begin": -1}, {"end": -1}, {"begins": [0]},
+     {"end": 2**48 + 1}, {"begins": [0, 2**63 - 5]}, {"begins": [0, 2**48 - 9]}],
+)  # fmt: skip
 def test_what_cannot_be_is_refused(change):
     given = {"factors": [1.0, 1.0], "begins": [0, 5], "begin": 0, "end": 15, "threshold": 1.0, "share": 3.0, **change}
     residuals = [torch.zeros(5), torch.zeros(10)]
