@@ -360,25 +360,28 @@ import resource, sys
 import numpy as np
 if sys.argv[1] == "numpy":
     from hvd_sparse import native
-    def pack(n):
-        return native.pack(np.array([5]), np.ones(1, np.float32), n, 1, "elias_fano")
+    large = 2**44  # the payload takes 1/2 GiB, the counts of its blocks 1 GiB more
+    def attempt(n):
+        return native.pack(np.array([5]), np.ones(1, np.float32), n, 1)
     Refused = MemoryError
 else:
     import tensorflow as tf
     from hvd_sparse.tensorflow import ops
-    def pack(n):
-        return ops.pack(tf.constant([5], tf.int64), tf.ones([1]), n, 1, "elias_fano", "float32")
+    large = 2**46  # counts of its blocks take 4 GiB
+    payloads = {n: ops.pack(tf.constant([5], tf.int64), tf.ones([1]), n, 1, "elias_fano") for n in (2**20, large)}
+    def attempt(n):
+        return ops.unpack(payloads[n], n, 1, "elias_fano")
     Refused = tf.errors.ResourceExhaustedError
-pack(2**20)
+attempt(2**20)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, resource.RLIM_INFINITY))
 try:
-    pack(2**46)  # counts of its blocks take 4 GiB
+    attempt(large)
 except Refused as error:
     assert "pack: out of memory" in str(error), error
 else:
     sys.exit("not refused")
-pack(2**20)
+attempt(2**20)
 """
 
 
