@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.algorithms.base import AtDensity
+from hvd_sparse.checks import checked_density
 from hvd_sparse.granularity import segments_of
 from hvd_sparse.schedule import Constant
 from hvd_sparse.trials import Trials
@@ -70,6 +71,7 @@ class DenseFallback:
 
     def choose(self, number: int, density: float) -> float:
         """Return the density of a step, counted from 0: the schedule's, or 1.0 if dense is cheaper or faster."""
+        density = checked_density("the schedule's density", density)
         chosen = self.density(density)
         if self.is_measured and chosen < 1.0:
             if not 1.0 / MOST_DRIFT <= density / self._tried_density <= MOST_DRIFT:

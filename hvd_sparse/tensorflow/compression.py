@@ -80,7 +80,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         if self._parts.variables.is_loaded():
             self._make_error_feedback()
         exchange = self._parts.exchange
-        if algorithm.replaces_optimizer and hvd.is_initialized() and exchange.is_single():
+        if algorithm.replaces_optimizer and hvd.is_initialized() and exchange.is_single() and not is_elastic():
             warn(not_called(algorithm.name, "with one process" if hvd.size() == 1 else "in a process set of one rank"))
 
     def __hash__(self):
@@ -139,11 +139,12 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Traced | None]:
         """Compress one gradient; return the tensor for Horovod to all-reduce, and the context for `decompress`."""
         if not self._parts.exchange.is_used():
-            found = find_call(tensor)
-            if found is not None:  # ranks outside must refuse, or they would wait for those that do
+            if (found := find_call(tensor)) is not None:  # ranks outside must refuse, or they would wait for others
                 self._parts.exchange.check_process_set(found.process_set)
             return tensor, None
-        if self._parts.exchange.is_alone():  # Horovod delivers the gradient itself, as long as no rank joins
+        if self._parts.exchange.is_last_of_elastic():  # Horovod delivers the gradient itself, as long as no rank joins
+            if self.algorithm.replaces_optimizer:
+                warn(not_called(self.algorithm.name, "in an elastic job of one rank"))
             return self._parts.exchange.unless_stale(tensor), None
         call: TracedCall | None = self._parts.call
         if call is None or not call.expects(tensor):
@@ -182,12 +183,11 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
             RuntimeError: Inside a `tf.function`.
         """
         parts, exchange = self._parts, self._parts.exchange
-        if parts.has_optimizer and parts.call is None and exchange.is_used() and not exchange.is_alone():
+        if parts.has_optimizer and parts.call is None and exchange.is_used() and not exchange.is_last_of_elastic():
             warn(NEVER_CALLED)
         norm = self._parts.norm if self._parts.norm is not None else self._residual_norm()
         number, *counted, norm = evaluate([self.step, *self._parts.traffic.variables, norm], session)
-        rule = {"rule": self.algorithm.dense_fallback}
-        chosen = self._parts.step.explain(int(number)) if self.feedback else rule
+        chosen = self._parts.step.explain(int(number)) if self.feedback else {"rule": self.algorithm.dense_fallback}
         return {**TrafficVariables.summary(*counted), "residual_norm": float(norm), "dense_fallback": chosen}
 
     def _residual_norm(self) -> tf.Tensor:
@@ -303,7 +303,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
             own, dense, shards = hosts.algorithm, hosts.dense_algorithm, hosts.shards
         device, exchange = CPU, parts.exchange
         if not hvd.is_initialized() or exchange.is_used():  # else it would take memory of a GPU for nothing
-            is_first = hvd.is_initialized() and not exchange.is_alone() and exchange.rank() == 0
+            is_first = hvd.is_initialized() and not exchange.is_last_of_elastic() and exchange.rank() == 0
             device = place_buffers(parts.algorithm, variables.values(), warns=is_first)
         feedback = {
             name: make_error_feedback(

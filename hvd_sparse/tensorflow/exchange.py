@@ -52,7 +52,7 @@ class Exchange(Members):
         """Return whether this rank alone is in the process set."""
         return self.process_set.included() and self.size() == 1
 
-    def is_alone(self) -> bool:
+    def is_last_of_elastic(self) -> bool:
         """Return whether this is the only rank of an elastic job, at present."""
         return is_elastic() and self.size() == 1
 

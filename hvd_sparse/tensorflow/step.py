@@ -23,7 +23,6 @@ import tensorflow as tf
 
 from hvd_sparse import weight_decay
 from hvd_sparse.algorithms import Algorithm
-from hvd_sparse.checks import checked_density
 from hvd_sparse.dense_fallback import DenseFallback, TensorSize
 from hvd_sparse.half import largest_sent
 from hvd_sparse.members import is_elastic
@@ -238,7 +237,7 @@ class Step:
         now = perf_counter()
         self._timings += 1
         seconds, self._began = now - self._began if self._began else 0.0, now
-        density = checked_density("the schedule's density", self.algorithm.schedule.density(int(number)))
+        density = self.algorithm.schedule.density(int(number))
         return np.float64(self.fallback().choose(int(number), density)), seconds
 
     def _note(self, number, seconds) -> np.int64:

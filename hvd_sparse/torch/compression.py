@@ -100,6 +100,7 @@ class SparseCompressor(Compressor):
                 self._open.add(name)
                 return carried, arrival
 
+    @torch.compiler.disable  # a compiled optimizer.step() calls it: collectives of messages cannot be traced
     def decompress(self, tensor: torch.Tensor, ctx: Arrival | None) -> torch.Tensor:
         """Return the reduced gradient, of the parameter's shape and type. Sparse gradients (ctx None) pass through."""
         if ctx is None:

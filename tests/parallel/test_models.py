@@ -322,19 +322,28 @@ def test_nothing_global_holds_on_to_a_compression():
     assert [reference() for reference in alive] == [None, None]
 
 
-def test_a_compiled_model_trains_as_it_does_otherwise():
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # Horovod's functions
+@pytest.mark.parametrize("compiled", ["model", "step"])
+def test_compiled_training_is_as_it_is_otherwise(compiled):
     trained = []
     for compiles in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(40, 50), nn.ReLU(), nn.Linear(50, 10))
         compression = Compression.dgc(model.named_parameters(), density=0.05, momentum=0.9, min_numel=100)
         optimizer = distributed(dict(model.named_parameters()), compression)
-        forward = torch.compile(model, backend="aot_eager") if compiles else model
+        forward, update = model, optimizer.step
+        if compiles and compiled == "model":
+            forward = torch.compile(model, backend="aot_eager")
+        if compiles and compiled == "step":
+            update = torch.compile(optimizer.step)  # by Inductor, which fails where it compiles collectives
         for t in range(4):
             optimizer.zero_grad()
             x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * t + hvd.rank()))
             forward(x).square().mean().backward()
-            optimizer.step()
+            update()
         trained.append(torch.cat([one.detach().flatten() for one in model.parameters()]))
         assert hvd.size() == 1 or compression.stats()["step"]["density"] < 0.2
-    assert torch.equal(*trained)
+    if compiled == "model":
+        assert torch.equal(*trained)
+    else:  # Inductor rounds otherwise
+        torch.testing.assert_close(*trained, rtol=1e-5, atol=1e-6)

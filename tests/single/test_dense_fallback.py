@@ -26,6 +26,12 @@ def received(world_size, payload):
     return (world_size - 1) * payload, 2 * 4 * N * (world_size - 1) / world_size
 
 
+@pytest.mark.parametrize("density", [2.0, 0.0, -0.1, float("nan")])
+def test_densities_out_of_range_are_refused(density):
+    with pytest.raises(ValueError, match=r"the schedule's density"):
+        rule(2).choose(0, density)
+
+
 @pytest.mark.parametrize("world_size", range(2, 12))
 @pytest.mark.parametrize("density", [0.001, 0.0625, 0.2, 0.25, 0.4, 0.7])
 @pytest.mark.parametrize("scope", ["tensor", "model"])

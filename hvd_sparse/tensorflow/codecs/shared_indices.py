@@ -16,7 +16,7 @@ from hvd_sparse.partition import FEWEST_SAMPLED, SAMPLED, SKETCH_BINS, partition
 from hvd_sparse.sampling import stratified_sample
 from hvd_sparse.tensorflow import bucket_ops, ops, varying_ops
 from hvd_sparse.tensorflow.codecs.base import Arrival, Bucket, Codec, Round, gather, once
-from hvd_sparse.tensorflow.threshold import PredictedThreshold, ScaledThreshold, ThresholdHints
+from hvd_sparse.tensorflow.threshold import PredictedThreshold, ScaledThreshold
 from hvd_sparse.wire import LOW_BITS, largest_payload
 
 
@@ -166,33 +166,15 @@ class Selection(abc.ABC):
 class Leader(Selection):
     """CLT-k: one rank, in turn, selects its k largest elements; the others select none."""
 
-    def __init__(self, codec: SharedIndices):
-        super().__init__(codec)
-        self._hints = ThresholdHints(["model"])
-
     def select_indices(self, bucket: IndexBucket, now: Round) -> None:
-        """Set the indices, and the threshold for the next step's hint."""
+        """Set the indices."""
         residuals, k = self._codec.accumulate(bucket.arrivals, now), bucket.ks[0]
         residual = tf.concat(residuals, 0)
-        hint = self._hints.values(["model"], bucket.ks)[0]
-        world_size, rank = now.units.world_size, self._codec.exchange.rank()
-
-        def lead() -> tuple[tf.Tensor, tf.Tensor]:
-            """Select the k largest elements."""
-            indices, _, info = ops.select_top_k(residual, k, now.seed, hint)
-            return indices, info
-
-        def follow() -> tuple[tf.Tensor, tf.Tensor]:
-            """Select nothing, and reset the hint."""
-            return tf.zeros([0], tf.int64), tf.zeros([2], tf.float64)
-
-        indices, bucket.info = tf.cond(tf.equal(now.number % world_size, rank), lead, follow)
+        leads = tf.equal(now.number % now.units.world_size, self._codec.exchange.rank())
+        none = tf.zeros([0], tf.int64)
+        indices = tf.cond(leads, lambda: ops.select_top_k(residual, k, now.seed)[0], lambda: none)
         with tf.control_dependencies(residuals):  # a follower's indices do not depend on its gradients, its values do
             bucket.indices = tf.identity(indices)
-
-    def learn(self, bucket: IndexBucket, count: tf.Tensor, sketches: tf.Tensor, now: Round) -> list[tf.Operation]:
-        """Store the threshold as the hint for the next step."""
-        return self._hints.update(["model"], bucket.ks, bucket.info[None])
 
 
 class Partition(Selection):
