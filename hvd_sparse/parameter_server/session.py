@@ -294,8 +294,8 @@ class Session:
     def close(self) -> None:
         """Leave the run, after the last answer, with this worker's buffers sent. A second call does nothing.
 
-        While an exception is raised, but for the `SystemExit` of a `sys.exit()` without an error, servers receive it as
-        the reason, and no answer is awaited. A server that has not called `serve` tells the workers that it will not.
+        While an exception is raised, but for the `SystemExit` of a `sys.exit()` without an error and the end of a
+        generator, servers receive it as the reason, and no answer is awaited. A server that has not called `serve` tells the workers that it will not.
 
         Raises:
             TimeoutError: The last answer did not come.
@@ -303,7 +303,7 @@ class Session:
             RuntimeError: The server on this rank has stopped.
         """
         error = sys.exc_info()[1]
-        is_end = isinstance(error, SystemExit) and not error.code  # sys.exit() or sys.exit(0)
+        is_end = isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)  # sys.exit(0)
         self._close(error if error is not self._before and not is_end else None)
 
     def _close_at_exit(self) -> None:

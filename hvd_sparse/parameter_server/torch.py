@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from hvd_sparse.checks import check_number
+from hvd_sparse.frames import warn
 from hvd_sparse.parameter_server.methods import (
     ASGD,
     DGS,
@@ -107,7 +108,9 @@ class TorchSession(Session):
         named = model if self.model is None else self.model.named_parameters()
         parameters = dict(named)
         self.tensors = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        frozen = (_as_array(parameter) for parameter in parameters.values() if not parameter.requires_grad)
+        self._frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
+        self._has_warned = False
+        self._versions: dict[str, int] = {}  # PyTorch's counts of changes, as far as they are the session's
         names = {id(parameter): name for name, parameter in self.tensors.items()}
         for name, parameter in self.tensors.items():
             if names[id(parameter)] != name:
@@ -116,13 +119,14 @@ class TorchSession(Session):
                 raise ValueError(f"parameters must be of real numbers, got {name} of {parameter.dtype}")
         arrays = _as_arrays(self.tensors)
         self._sent = _as_arrays(self._buffers())  # the buffers that are averaged, as they were last sent
-        super().__init__(arrays, method, self._sent, frozen, **options)
+        super().__init__(arrays, method, self._sent, map(_as_array, self._frozen.values()), **options)
         if self.is_worker:
             self._join({name: array.reshape(-1) for name, array in arrays.items()})
 
     def _take_model(self) -> None:
         """Take over the servers' parameters and buffers."""
         self.synchronize()
+        self._versions = {name: parameter._version for name, parameter in self.tensors.items()}
         if self._sent:
             averages = self._split(self._averages())
             with torch.no_grad():
@@ -155,6 +159,24 @@ class TorchSession(Session):
                 parameter, array = self.tensors[name], self.worker.parameters[name]
                 if parameter.data_ptr() != array.ctypes.data:
                     parameter.copy_(torch.from_numpy(array).view(parameter.shape))
+                    self._versions[name] = parameter._version
+
+    def _check_parameters(self) -> None:
+        """Raise ValueError if a parameter trains in vain; warn, once, if one was changed where servers do not see it."""
+        thawed = [name for name, parameter in self._frozen.items() if parameter.grad is not None]
+        if thawed:
+            raise ValueError(
+                f"{', '.join(thawed[:3])} did not require gradients at connect(), and the servers do not train them: "
+                "set requires_grad before connect(), or close this session and open another"
+            )
+        versions = {name: parameter._version for name, parameter in self.tensors.items()}
+        changed = [name for name, version in versions.items() if version != self._versions[name]]
+        if changed and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"hvd_sparse: {', '.join(changed[:3])} changed outside the session, as by load_state_dict, clamp_ or "
+                "Embedding(max_norm=...). The servers do not get such changes: load before connect(), or pass restore="
+            )
 
     def share_buffers(self) -> None:
         """Send this worker's floating-point buffers into the average, as its optimizer does every ten steps.
@@ -275,7 +297,8 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: A group's learning rate or weight decay is not a number.
-            ValueError: A group's learning rate or weight decay is below 0 or not finite.
+            ValueError: A group's learning rate or weight decay is below 0 or not finite, or a parameter that was
+                frozen at `connect` has a gradient.
             TimeoutError: The servers do not answer.
             ServerRefused: The servers have stopped, or differ from this worker.
             RuntimeError: This rank has left the run, or the server on it has stopped.
@@ -284,6 +307,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.session._check_parameters()
         gradients, lr, weight_decay = {}, dict.fromkeys(self.session.tensors, 0.0), {}
         for group in self.param_groups:
             _check_group(group)

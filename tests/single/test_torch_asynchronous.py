@@ -265,6 +265,20 @@ def test_leaving_by_sys_exit_is_an_error_if_its_code_is_one(join, code, reason):
     assert departures([server]) == {0: reason}
 
 
+def test_a_generator_that_ends_leaves_without_an_error(join):
+    session = join(network())
+    server = session._local.servers[0]
+
+    def batches():
+        with session:
+            yield
+
+    started = batches()
+    next(started)
+    started.close()
+    assert departures([server]) == {0: ""}
+
+
 class Versioned(nn.Linear):
     """A layer whose state has more than tensors."""
 

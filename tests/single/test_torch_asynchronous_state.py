@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 
 import numpy as np
 import pytest
@@ -225,6 +226,35 @@ def test_a_group_may_be_added_of_what_was_connected(join):
     learn(model, optimizer, 2)
     assert not any(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
     assert len(optimizer.state_dict()["state"]) == 1 + len(others)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # those of float64 are copies of the worker's
+def test_changes_of_parameters_by_others_are_warned_of_once(join, dtype, changes):
+    model = network().to(dtype)
+    session = join(model, DGS(**SMALL))
+    optimizer = session.optimizer(lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 6, dtype=dtype)).sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model[0].weight.mul_(0.9) if changes else model[0].weight.mul(0.9)
+    told = [one for one in caught if "0.weight changed outside the session" in str(one.message)]
+    assert len(told) == changes
+
+
+def test_parameters_unfrozen_after_connect_are_refused(join):
+    model = network()
+    model[0].requires_grad_(False)
+    session = join(model)
+    optimizer = session.optimizer(lr=0.1)
+    learn(model, optimizer, 2)
+    model[0].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"0\.weight, 0\.bias did not require gradients at connect\(\)"):
+        learn(model, optimizer, 1)
 
 
 def test_after_close_it_says_so(join):

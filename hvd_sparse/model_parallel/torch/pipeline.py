@@ -160,5 +160,5 @@ class Boundaries(torch.nn.ModuleDict):
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray:
     """Return a tensor's elements on the CPU; bfloat16 as uint16."""
-    tensor = tensor.detach().cpu().contiguous()
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
