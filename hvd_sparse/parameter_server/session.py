@@ -295,7 +295,8 @@ class Session:
         """Leave the run, after the last answer, with this worker's buffers sent. A second call does nothing.
 
         While an exception is raised, but for the `SystemExit` of a `sys.exit()` without an error and the end of a
-        generator, servers receive it as the reason, and no answer is awaited. A server that has not called `serve` tells the workers that it will not.
+        generator, servers receive it as the reason, and no answer is awaited. A server that has not called `serve`
+        tells the workers that it will not.
 
         Raises:
             TimeoutError: The last answer did not come.

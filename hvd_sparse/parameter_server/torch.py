@@ -162,7 +162,7 @@ class TorchSession(Session):
                     self._versions[name] = parameter._version
 
     def _check_parameters(self) -> None:
-        """Raise ValueError if a parameter trains in vain; warn, once, if one was changed where servers do not see it."""
+        """Raise ValueError if a parameter trains in vain; warn, once, if one was changed unseen by the servers."""
         thawed = [name for name, parameter in self._frozen.items() if parameter.grad is not None]
         if thawed:
             raise ValueError(

@@ -34,8 +34,8 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 train()
 """
 # Each group has its own threads. They run only after everything else on the processor, which has always work to do, so
-# that most still hold the tensor of the group's last collective when the main thread goes on. Beside other tests they may
-# get no turn in the moment that is enough elsewhere, so the process waits longer.
+# that most still hold the tensor of the group's last collective when the main thread goes on. Beside other tests they
+# may get no turn in the moment that is enough elsewhere, so the process waits longer.
 PATIENT = """
 from hvd_sparse.torch.collectives import distributed
 distributed.EXIT_SECONDS = 3
