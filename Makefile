@@ -16,7 +16,9 @@ $(error hvd_sparse: make cannot work in a path with spaces: $(CURDIR). Move it, 
 endif
 export PYTHON ?= python3
 export MPI ?= wheel
-export VENV ?= $(CURDIR)/.venv
+VENV ?= $(CURDIR)/.venv
+override VENV := $(abspath $(VENV))
+export VENV
 export REQUIREMENTS ?= requirements.txt
 RANKS ?= 2
 FRAMEWORK ?= pytorch
@@ -28,6 +30,7 @@ RUN := scripts/run.sh
 
 .PHONY: help setup train test test-all test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu sanitize-gpu bench-gpu docs lint format bench profile bench-rows bench-steps bench-network bench-exchanges bench-network-exchanges bench-lifespan bench-stragglers bench-server compare results results-asynchronous results-adamw results-boundaries results-exchanges results-hybrid results-network test-faults bench-micro bench-sidco clean
 .DEFAULT_GOAL := help
+.NOTPARALLEL:  # set-ups change one environment, and tests need the processors
 
 help:  ## show this
 	@echo "make train   the main job: digits under horovodrun, dense and DGC side by side"
@@ -176,5 +179,5 @@ results-network: setup  ## train on slow networks: the whole grid, time to accur
 	@$(RUN) python benchmarks/network/dgc_figure_6.py
 
 clean:  ## remove .venv and everything built; Horovod's wheel stays in the user's cache
-	rm -rf $(VENV) .venv-compat build dist hvd_sparse/lib *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-compat build dist hvd_sparse/lib *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -30,16 +30,30 @@ from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 
 
+def is_wanted(name: str) -> bool | None:
+    """What the environment says of a part of the build: HVD_SPARSE_WITH_ it, HVD_SPARSE_WITHOUT_ it, or nothing."""
+    told = {key: os.environ.get(key) or "0" for key in (f"HVD_SPARSE_WITH_{name}", f"HVD_SPARSE_WITHOUT_{name}")}
+    for key, value in told.items():
+        if value not in ("0", "1"):
+            sys.exit(f"hvd_sparse: {key} must be 1 or 0, got {value}")
+    having, without = (value == "1" for value in told.values())
+    if having and without:
+        sys.exit(f"hvd_sparse: {' and '.join(told)} contradict each other: set one of them")
+    return having if having or without else None
+
+
 def framework_wanted(name: str, module: str) -> bool:
     """Whether to build for a framework: where it is installed, unless the environment says otherwise."""
-    if os.environ.get(f"HVD_SPARSE_WITHOUT_{name}") == "1":
+    wanted = is_wanted(name)
+    if wanted is False:
         return False
     found = importlib.util.find_spec(module) is not None
-    if os.environ.get(f"HVD_SPARSE_WITH_{name}") == "1" and not found:
+    if wanted and not found:
         sys.exit(
             f"HVD_SPARSE_WITH_{name}=1, but {sys.executable} has no {module}. Install it first, "
             "and build with: pip install --no-build-isolation ."
@@ -78,11 +92,13 @@ def tensorflow_options() -> list[str]:
     )
     compile_flags, link_flags = json.loads(ask_tensorflow(program))
     includes = [flag[2:] for flag in compile_flags if flag.startswith("-I")]
+    directories = [flag[2:] for flag in link_flags if flag.startswith("-L")]
     return [
         "-DHVD_SPARSE_TENSORFLOW=ON",
         "-DTENSORFLOW_INCLUDE_DIRS=" + ";".join(includes),
         "-DTENSORFLOW_COMPILE_FLAGS=" + ";".join(flag for flag in compile_flags if not flag.startswith("-I")),
-        "-DTENSORFLOW_LINK_FLAGS=" + ";".join(link_flags),
+        "-DTENSORFLOW_LIBRARY_DIRS=" + ";".join(directories),
+        "-DTENSORFLOW_LINK_FLAGS=" + ";".join(flag for flag in link_flags if not flag.startswith("-L")),
     ]
 
 
@@ -122,11 +138,10 @@ def has_cuda(built: set[str]) -> bool:
 
 def cuda_options(built: set[str]) -> list[str]:
     """What CMake must know to build the ops on CUDA tensors, or to leave them out; it keeps what it was told before."""
-    nvcc, wanted = find_nvcc(), os.environ.get("HVD_SPARSE_WITH_CUDA") == "1"
+    nvcc, wanted = find_nvcc(), is_wanted("CUDA")
     if wanted and nvcc is None:
         sys.exit("HVD_SPARSE_WITH_CUDA=1, but there is no nvcc. Install the CUDA toolkit, or set CUDA_HOME to it")
-    without = nvcc is None or os.environ.get("HVD_SPARSE_WITHOUT_CUDA") == "1"
-    if without or not (wanted or has_cuda(built)):
+    if nvcc is None or wanted is False or not (wanted or has_cuda(built)):
         return ["-DHVD_SPARSE_CUDA=OFF"]
     found = architectures(nvcc)
     if not found:
@@ -158,9 +173,23 @@ def generator() -> list[str]:
     return ["-G", "Ninja"]
 
 
-def forget_other_build(build: Path) -> None:
-    """Remove what CMake keeps in `build` if it was for another place, generator or compiler: it would not change it."""
-    cache = build / "CMakeCache.txt"
+def installed_version(module: str) -> str:
+    """The version of a framework that is installed."""
+    return runpy.run_path(str(ROOT / "hvd_sparse" / "library.py"))["installed_version"](module)
+
+
+def settings_of(built: set[str]) -> str:
+    """What CMake keeps from the first time in a folder, or cannot see a change of: frameworks may have old headers."""
+    versions = {module: installed_version(module) for module in sorted(built)}
+    variables = ("CXX", "CXXFLAGS", "CUDAFLAGS", "CUDAHOSTCXX", "LDFLAGS", "CMAKE_ARGS")
+    return json.dumps({**versions, **{name: os.environ.get(name, "") for name in variables}}, indent=1)
+
+
+def forget_other_build(build: Path, settings: str) -> None:
+    """Remove what CMake keeps in `build` if it was for another place, generator or compiler, or other settings."""
+    cache, record = build / "CMakeCache.txt", build / "settings.json"
+    same = record.exists() and record.read_text() == settings
+    record.write_text(settings)
     if not cache.exists():
         return
     kept = dict(re.findall(r"^(\w+):\w+=(.*)$", cache.read_text(), re.MULTILINE))
@@ -171,7 +200,7 @@ def forget_other_build(build: Path) -> None:
     if "-G" not in os.environ.get("CMAKE_ARGS", ""):
         wanted = [os.environ.get("CMAKE_GENERATOR", "Unix Makefiles"), *generator()][-1]
         fits = fits and kept.get("CMAKE_GENERATOR") == wanted
-    if not fits:
+    if not (fits and same):
         cache.unlink()
         shutil.rmtree(build / "CMakeFiles", ignore_errors=True)
 
@@ -190,11 +219,20 @@ def missing_tool() -> str:
 def record_versions(libraries: Path, modules: list[str]) -> None:
     """Write beside each framework's library which version it is built for; hvd_sparse.library compares."""
     for module in modules:
-        installed_version = runpy.run_path(str(ROOT / "hvd_sparse" / "library.py"))["installed_version"]
         (libraries / f"libhvd_sparse_{module}.version").write_text(installed_version(module) + "\n")
 
 
 FRAMEWORKS = {"torch": ("PyTorch", torch_options), "tensorflow": ("TensorFlow", tensorflow_options)}
+
+
+class FreshModules(build_py):
+    """Copy the modules into an empty folder: those that a former build left there would enter the wheel."""
+
+    def run(self):
+        """Remove what was copied before, and copy; an editable installation copies nothing."""
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib) / "hvd_sparse", ignore_errors=True)
+        super().run()
 
 
 class CMakeBuild(build_ext):
@@ -211,7 +249,7 @@ class CMakeBuild(build_ext):
         configure += [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={package / 'lib'}"]
         targets = ["hvd_sparse_numpy"]
         built = {module for module in FRAMEWORKS if framework_wanted(module.upper(), module)}
-        without = [module for module in FRAMEWORKS if os.environ.get(f"HVD_SPARSE_WITHOUT_{module.upper()}") == "1"]
+        without = [module for module in FRAMEWORKS if is_wanted(module.upper()) is False]
         if not built and len(without) < len(FRAMEWORKS) and not os.environ.get("HVD_SPARSE_TARGETS"):
             sys.exit(NO_FRAMEWORK.format(sys.executable))
         configure += (cuda := cuda_options(built))
@@ -225,7 +263,7 @@ class CMakeBuild(build_ext):
         configure += [*generator(), *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
         targets = os.environ.get("HVD_SPARSE_TARGETS", "").split() or targets
         build.mkdir(parents=True, exist_ok=True)
-        forget_other_build(build)
+        forget_other_build(build, settings_of(built))
         # Libraries of another build, for other frameworks or other versions of them.
         if not self.inplace:
             shutil.rmtree(package / "lib", ignore_errors=True)
@@ -279,11 +317,10 @@ setup(
     python_requires=">=3.10",
     install_requires=["numpy"],
     extras_require={
-        "test": ["pytest", "hypothesis", "mpi4py"],
         "examples": ["scikit-learn", "matplotlib", "tqdm", "mpi4py", "tensorboard"],
     },
     entry_points={"console_scripts": ["hvd_sparse = hvd_sparse.__main__:main"]},
     ext_modules=[Extension("hvd_sparse.lib", sources=[])],
-    cmdclass={"build_ext": CMakeBuild},
+    cmdclass={"build_ext": CMakeBuild, "build_py": FreshModules},
     zip_safe=False,
 )

@@ -58,8 +58,8 @@ class DenseFallback:
         self._chosen: dict[int, bool] = {}  # by step, for the last two: was it sent dense?
         self.reset()
 
-    def density(self, density: float) -> float:
-        """Return 1.0 if payloads at this density cost more bytes than dense, together; else the density.
+    def sends_dense(self, density: float) -> bool:
+        """Return whether a step at this density is dense: the density is 1, or payloads cost more bytes together.
 
         Tensors that are always sent dense do not count, unless all are.
         """
@@ -67,19 +67,19 @@ class DenseFallback:
         if density != known:
             costs_more = self._costs_more(self._compared, density)
             self._decided = density, costs_more
-        return 1.0 if costs_more else density
+        return costs_more or density >= 1.0
 
     def choose(self, number: int, density: float) -> float:
         """Return the density of a step, counted from 0: the schedule's, or 1.0 if dense is cheaper or faster."""
         density = checked_density("the schedule's density", density)
-        chosen = self.density(density)
-        if self.is_measured and chosen < 1.0:
+        is_dense = self.sends_dense(density)
+        if self.is_measured and not is_dense:
             if not 1.0 / MOST_DRIFT <= density / self._tried_density <= MOST_DRIFT:
                 self._trials, self._tried_density = self._trials.at_other_density(), density
-            chosen = 1.0 if self._trials.is_dense else density
+            is_dense = self._trials.is_dense
         self._chosen = {step: way for step, way in self._chosen.items() if step == number - 1}
-        self._chosen[number] = chosen >= 1.0
-        return chosen
+        self._chosen[number] = is_dense
+        return 1.0 if is_dense else density
 
     def note(self, number: int, seconds: float) -> None:
         """Record the duration of step `number - 1`, from its beginning to that of `number`: the mean over ranks."""
@@ -130,7 +130,7 @@ class DenseFallback:
         factor, is_all = (self.world_size - 1) / self.world_size, 0 < len(names) == len(self.always)
         entry = {
             "rule": self.algorithm.dense_fallback,
-            "is_dense": is_all or self._chosen.get(number, self.density(density) >= 1.0),
+            "is_dense": is_all or self._chosen.get(number, self.sends_dense(density)),
             "tensors": len(self.always),
             "payload_bytes": round(factor * (payloads + others)),
             "dense_bytes": round(factor * self._dense_bytes(names)),

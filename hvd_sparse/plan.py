@@ -85,7 +85,7 @@ class Candidate(NamedTuple):
         if self.settings is None:
             return False
         tensors = {"model": TensorSize((self.method.profile.parameters,), FLOAT32)}
-        return DenseFallback(self.settings, tensors, world_size).density(self.settings.schedule.planned) >= 1.0
+        return DenseFallback(self.settings, tensors, world_size).sends_dense(self.settings.schedule.planned)
 
 
 def rate(text: str) -> float:

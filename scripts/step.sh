@@ -5,7 +5,7 @@
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-VENV=${VENV:-$ROOT/.venv}
+VENV=$(realpath -m -- "${VENV:-$ROOT/.venv}")
 PYTHON=${PYTHON:-python3}
 MPI=${MPI:-wheel}
 CACHE=${HVD_SPARSE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/hvd_sparse}

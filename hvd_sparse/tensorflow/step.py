@@ -200,7 +200,7 @@ class Step:
         The seconds are None unless the dense fallback measures them. A density that never changes is a number.
         """
         schedule, fallback = self.algorithm.schedule, self.fallback()
-        may_be_dense = fallback.is_measured or fallback.density(schedule.highest) >= 1.0
+        may_be_dense = fallback.is_measured or fallback.sends_dense(schedule.highest)
         chooses = fallback.is_measured or (may_be_dense and self.hosts is not None)
         if isinstance(schedule, Constant) and not chooses:
             return schedule.value, None, None

@@ -38,7 +38,7 @@ def test_densities_out_of_range_are_refused(density):
 def test_the_cheaper_of_both_is_taken(world_size, density, scope):
     chosen = rule(world_size, warmup=WarmUp(0.001, 100), scope=scope)
     gathered, reduced = received(world_size, payload_size(N, round(density * N)))
-    assert chosen.density(density) == (1.0 if gathered > reduced else density)
+    assert chosen.sends_dense(density) == (gathered > reduced)
     told = chosen.explain(0, density)
     assert told["is_dense"] == (gathered > reduced) and told["rule"] == "bytes"
     assert (told["payload_bytes"], told["dense_bytes"]) == (round(gathered), round(reduced))
@@ -47,9 +47,9 @@ def test_the_cheaper_of_both_is_taken(world_size, density, scope):
 def test_a_warm_up_begins_dense_on_many_ranks_and_ends_sparse():
     """Runs of 25 % take 1.5 bytes an element of each rank, an all-reduce 8 in all: more from 6 ranks on."""
     schedule = WarmUp(0.001, 100)
-    found = {n: [rule(n, warmup=schedule).density(schedule.density(step)) for step in (0, 99, 100)] for n in (5, 6, 64)}
-    assert found[5][0] == 0.25 and found[6][0] == 1.0 and found[64][0] == 1.0
-    assert all(densities[-1] == 0.001 for densities in found.values())
+    for world_size, begins in ((5, 0.25), (6, 1.0), (64, 1.0)):
+        fallback = rule(world_size, warmup=schedule)
+        assert [fallback.choose(step, schedule.density(step)) for step in (0, 100)] == [begins, 0.001]
 
 
 def test_small_tensors_whose_payloads_always_cost_more_are_always_dense():
@@ -70,7 +70,7 @@ def test_a_constant_density_that_costs_more_is_dense_for_good():
 def test_none_never_falls_back_and_a_lone_rank_neither(method):
     for world_size, settings in ((64, {"dense_fallback": None}), (1, {})):
         chosen = rule(world_size, method, density=0.5, **settings)
-        assert chosen.density(0.5) == 0.5 and chosen.always == frozenset()
+        assert not chosen.sends_dense(0.5) and chosen.always == frozenset()
 
 
 @pytest.mark.parametrize(("method", "most"), [("cltk", 0.999), ("random_k", 1.0), ("micro", 0.999)])
@@ -78,7 +78,7 @@ def test_shared_indices_do_not_grow_with_ranks(method, most):
     """Their values are summed by an all-reduce: k of n of a dense one, plus indices."""
     for world_size in (2, 64):
         chosen = rule(world_size, method, density=Constant(0.5))
-        assert chosen.density(0.5) == 0.5, "half the values, and few bytes of indices"
+        assert not chosen.sends_dense(0.5), "half the values, and few bytes of indices"
     values = 8 * N * 0.97
     told = rule(8, method, density=0.97).explain(0, 0.97)
     assert told["payload_bytes"] >= math.floor(values * 7 / 8)
@@ -109,14 +109,14 @@ def test_values_of_another_type_count_as_they_are_sent():
     cases = ((8, "float32", True), (7, "float16", False), (9, "float16", True), (14, "int1", False))
     for world_size, values, dense in cases:
         chosen = rule(world_size, values=values, warmup=WarmUp(0.001, 9))
-        assert (chosen.density(0.25) == 1.0) == dense
+        assert chosen.sends_dense(0.25) == dense
 
 
 def test_gradients_of_16_bits_are_sent_as_float32_and_those_of_64_as_they_are():
     for itemsize, most in ((2, 5), (4, 5), (8, 10)):
         for world_size, dense in ((most, False), (most + 1, True)):
             chosen = rule(world_size, tensors={"w": TensorSize((1000, 1000), itemsize)}, warmup=WarmUp(0.001, 9))
-            assert (chosen.density(0.25) == 1.0) == dense
+            assert chosen.sends_dense(0.25) == dense
 
 
 def test_wrong_rules_are_refused():
@@ -242,19 +242,19 @@ def test_what_is_dense_for_good_does_not_make_the_others_dense(world_size, warmu
 def test_where_steps_are_sparse_or_dense_as_a_whole_all_tensors_count():
     """Shards of a hierarchical exchange in TensorFlow."""
     tensors = {f"s{i}": TensorSize((1500,), 4) for i in range(1000)} | {"w": TensorSize((1000, 1000), 4)}
-    for world_size, expected in ((256, 0.001), (512, 1.0)):
+    for world_size, expected in ((256, False), (512, True)):
         chosen = DenseFallback(Settings.dgc(None, density=0.001), tensors, world_size, one_by_one=False)
         gathered = world_size * (1000 * payload_size(1500, 2) + payload_size(N, 1000))
-        assert (gathered > 8 * (N + 1000 * 1500)) == (expected == 1.0)
-        assert chosen.always == frozenset() and chosen.density(0.001) == expected
+        assert (gathered > 8 * (N + 1000 * 1500)) == expected
+        assert chosen.always == frozenset() and chosen.sends_dense(0.001) == expected
 
 
 @pytest.mark.parametrize(
-    ("world_size", "count", "expected"),
-    [(128, 1000, 0.01), (512, 1000, 0.01), (64, 1, 0.01), (128, 1, 1.0), (128, 2, 0.01)],
+    ("world_size", "count", "is_dense"),
+    [(128, 1000, False), (512, 1000, False), (64, 1, False), (128, 1, True), (128, 2, False)],
 )
 @pytest.mark.parametrize("warmup", [None, WarmUp(0.01, 100)])
-def test_tensors_share_the_headers_of_a_reduce_scatter(world_size, count, expected, warmup):
+def test_tensors_share_the_headers_of_a_reduce_scatter(world_size, count, is_dense, warmup):
     """Of 1024 elements 10 are sent: a header of 32 bytes, a count of 2, runs of 20, values of 40, twice; dense 8192.
 
     A message has a header of 32 bytes for each owner, twice: 8192 for 128.
@@ -262,9 +262,8 @@ def test_tensors_share_the_headers_of_a_reduce_scatter(world_size, count, expect
     tensors = {f"s{i}": TensorSize((1024,), 4) for i in range(count)}
     settings = {"warmup": warmup} if warmup else {"density": 0.01}
     chosen = rule(world_size, "gradient_dropping", tensors, exchange="reduce_scatter", **settings)
-    is_dense = expected == 1.0
     assert (2 * (96 * count + 32 * world_size) > 8192 * count) == is_dense
-    assert chosen.density(0.01) == expected
+    assert chosen.sends_dense(0.01) == is_dense
     assert chosen.always == (set(tensors) if is_dense and warmup is None else frozenset())
     told, factor = chosen.explain(100, 0.01), (world_size - 1) / world_size
     assert told["is_dense"] == is_dense

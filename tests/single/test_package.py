@@ -148,11 +148,12 @@ def test_a_library_that_does_not_load_for_another_reason_gives_it(monkeypatch, t
 
 
 def test_what_another_build_left_is_forgotten(monkeypatch, tmp_path):
-    """CMake would keep the compiler, and refuse another generator or place."""
+    """CMake would keep compiler and flags, would not see other headers, and refuses another generator or place."""
     monkeypatch.setattr("setuptools.setup", lambda **_: None)
     forget = runpy.run_path(str(ROOT / "setup.py"))["forget_other_build"]
     for name in ("CXX", "CMAKE_ARGS", "CMAKE_GENERATOR"):
         monkeypatch.delenv(name, raising=False)
+    settings = ["first"]
     compilers = {name: tmp_path / name for name in ("c++", "clang++", "make")}
     for path in compilers.values():
         path.touch(mode=0o755)
@@ -164,11 +165,14 @@ def test_what_another_build_left_is_forgotten(monkeypatch, tmp_path):
         kept = {**kept, "GENERATOR": "Unix Makefiles", **changes}
         cache.write_text("".join(f"CMAKE_{key}:INTERNAL={value}\n" for key, value in kept.items()))
         (tmp_path / "CMakeFiles").mkdir(exist_ok=True)
-        forget(tmp_path)
+        forget(tmp_path, settings[-1])
         assert (tmp_path / "CMakeFiles").exists() == cache.exists()
         return cache.exists()
 
+    assert not stays()  # nothing is known of the settings
     assert stays()
+    settings.append("second")
+    assert not stays() and stays()
     assert not stays(HOME_DIRECTORY="/elsewhere") and not stays(CACHEFILE_DIR="/elsewhere")
     assert not stays(CXX_COMPILER="CMAKE_CXX_COMPILER-NOTFOUND") and not stays(GENERATOR="Ninja")
     monkeypatch.setenv("CXX", "clang++ -O2")
@@ -188,6 +192,21 @@ def test_absent_framework_is_an_error_only_when_it_is_asked_for(monkeypatch):
     monkeypatch.setenv("HVD_SPARSE_WITH_TORCH", "1")
     with pytest.raises(SystemExit, match="has no no_such_module"):
         wanted("TORCH", "no_such_module")
+    monkeypatch.setenv("HVD_SPARSE_WITHOUT_TORCH", "1")
+    with pytest.raises(SystemExit, match="HVD_SPARSE_WITH_TORCH and HVD_SPARSE_WITHOUT_TORCH contradict each other"):
+        wanted("TORCH", "torch")
+    monkeypatch.setenv("HVD_SPARSE_WITHOUT_TORCH", "yes")
+    with pytest.raises(SystemExit, match="HVD_SPARSE_WITHOUT_TORCH must be 1 or 0, got yes"):
+        wanted("TORCH", "torch")
+
+
+def test_settings_of_a_build_name_versions_and_flags(monkeypatch):
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    settings_of = runpy.run_path(str(ROOT / "setup.py"))["settings_of"]
+    before = settings_of({"torch"})
+    assert before != settings_of(set())
+    monkeypatch.setenv("CXXFLAGS", "-O1")
+    assert before != settings_of({"torch"}) and "-O1" in settings_of({"torch"})
 
 
 def test_cuda_is_built_where_it_is_asked_for_or_the_framework_has_it(monkeypatch):

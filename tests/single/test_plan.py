@@ -201,7 +201,7 @@ def test_a_gather_pays_up_to_where_it_is_sent_dense(own_work, density, at_most, 
     assert 0.9 * at_most < ranks < at_most
     settings = Compression.dgc(torch.nn.Linear(1000, 999).named_parameters(), density=density).algorithm
     model = {"model": TensorSize((1_000_000,), 4)}
-    assert [DenseFallback(settings, model, ranks + more).density(density) for more in (0, 1)] == [density, 1.0]
+    assert [DenseFallback(settings, model, ranks + more).sends_dense(density) for more in (0, 1)] == [False, True]
 
 
 def test_what_the_compressor_would_send_dense_is_not_recommended(own_work, capsys):

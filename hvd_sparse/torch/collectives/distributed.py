@@ -8,12 +8,11 @@ If the sizes differ, the ranks exchange them first, and the main collective is p
 collectives when it starts the next collective with unknown sizes or waits for a result.
 """
 
-import abc
 import atexit
 import functools
 import time
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -70,21 +69,22 @@ class WorkHandle:
         return all(work.is_completed() for work in self._works)
 
 
-class Postponed(abc.ABC):
-    """A collective that starts after the ranks have exchanged its sizes."""
+class Postponed:
+    """A collective that starts after the ranks have exchanged its sizes.
 
-    def __init__(self, owner: "DistributedCollectives", sizes: Handle, tensor: torch.Tensor):
-        self._owner, self._sizes, self._tensor = owner, sizes, tensor
+    Args:
+        owner: The collectives that it is one of.
+        sizes: The exchange of the sizes, one number for each rank.
+        follow: Starts the collective, given the sizes.
+    """
+
+    def __init__(self, owner: "DistributedCollectives", sizes: Handle, follow: Callable[[list[int]], Handle]):
+        self._owner, self._sizes, self._follow = owner, sizes, follow
         self._rest: Handle | None = None
 
     def start(self) -> None:
         """Wait for the sizes, then start the collective."""
-        sizes = self._sizes.wait().tolist()
-        self._rest = self._follow(self._tensor, sizes)
-
-    @abc.abstractmethod
-    def _follow(self, tensor: torch.Tensor, sizes: list[int]) -> Handle:
-        """Start the collective. sizes: one number for each rank."""
+        self._rest = self._follow(self._sizes.wait().tolist())
 
     def wait(self) -> torch.Tensor:
         """Wait for the result and return it."""
@@ -95,24 +95,6 @@ class Postponed(abc.ABC):
     def is_done(self) -> bool:
         """Return whether `wait` would return at once; False before the collective has started."""
         return self._rest is not None and self._rest.is_done()
-
-
-class PostponedGather(Postponed):
-    """An all-gather of vectors of different sizes."""
-
-    def _follow(self, tensor: torch.Tensor, sizes: list[int]) -> Handle:
-        return self._owner.gather_sizes(tensor, sizes)
-
-
-class PostponedAlltoall(Postponed):
-    """An all-to-all whose receivers do not know the sizes in advance."""
-
-    def __init__(self, owner: "DistributedCollectives", sizes: Handle, tensor: torch.Tensor, own: Sequence[int]):
-        super().__init__(owner, sizes, tensor)
-        self._own = own
-
-    def _follow(self, tensor: torch.Tensor, sizes: list[int]) -> Handle:
-        return self._owner.send_sizes(tensor, self._own, sizes)
 
 
 class Padded(WorkHandle):
@@ -231,7 +213,7 @@ class DistributedCollectives(Collectives):
         """Start an all-gather of a vector. Its size is gathered first."""
         self.start_postponed()
         sizes = self.gather(name, torch.tensor([tensor.numel()], device="cpu"))
-        return self._postpone(PostponedGather(self, sizes, tensor.contiguous()))
+        return self._postpone(sizes, functools.partial(self.gather_sizes, tensor.contiguous()))
 
     def add(self, name: str, tensor: torch.Tensor) -> Handle:
         """Start an all-reduce that sums a tensor in place."""
@@ -246,7 +228,7 @@ class DistributedCollectives(Collectives):
         self.start_postponed()
         each = [1] * self.size()
         others = self.send_sizes(torch.tensor(sizes, dtype=torch.int64, device="cpu"), each, each)
-        return self._postpone(PostponedAlltoall(self, others, tensor, sizes))
+        return self._postpone(others, functools.partial(self.send_sizes, tensor, sizes))
 
     def start_postponed(self) -> None:
         """Start the collectives that wait for their sizes."""
@@ -282,9 +264,9 @@ class DistributedCollectives(Collectives):
         work = dist.all_to_all_single(received, tensor, list(others), list(sizes), group=self.group, async_op=True)
         return WorkHandle([work], received, _back(origin, tensor, received.shape))
 
-    def _postpone(self, one: Postponed) -> Postponed:
-        self._postponed.append(one)
-        return one
+    def _postpone(self, sizes: Handle, follow: Callable[[list[int]], Handle]) -> Postponed:
+        self._postponed.append(Postponed(self, sizes, follow))
+        return self._postponed[-1]
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor on a device that the group supports: a CUDA copy if the group has no CPU backend."""
