@@ -215,3 +215,10 @@ class MSGD(ASGD):
 
 
 METHODS = {method.name: method for method in (DGS, DGCAsync, GradientDroppingAsync, DCTAsync, ASGD, MSGD)}
+
+
+def check_method(method: object) -> None:
+    """Raise TypeError unless this is the settings of a method: not its class, nor its name."""
+    if not isinstance(method, Method):
+        names = ", ".join(sorted(one.__name__ for one in METHODS.values()))
+        raise TypeError(f"method must be one of {names}, such as DGS(); got {method!r}")

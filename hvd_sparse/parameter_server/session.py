@@ -16,7 +16,7 @@ from hvd_sparse.frames import warn
 from hvd_sparse.library import checked_communicator
 from hvd_sparse.parameter_server.connection import Connection, Heartbeat, described
 from hvd_sparse.parameter_server.layout import ParameterLayout
-from hvd_sparse.parameter_server.methods import METHODS, Method
+from hvd_sparse.parameter_server.methods import Method, check_method
 from hvd_sparse.parameter_server.placement import place
 from hvd_sparse.parameter_server.server import departures
 from hvd_sparse.parameter_server.serving import LocalServers
@@ -67,9 +67,7 @@ class Session:
         silence: float | None = SILENCE,
         communicator=None,
     ):
-        if not isinstance(method, Method):
-            names = ", ".join(sorted(one.__name__ for one in METHODS.values()))
-            raise TypeError(f"method must be one of {names}, such as DGS(); got {method!r}")
+        check_method(method)
         check_bool("overlap", overlap)
         check_seconds("timeout", timeout)
         if silence is not None:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from hvd_sparse.checks import checked_integer
 from hvd_sparse.parameter_server.layout import ParameterLayout
-from hvd_sparse.parameter_server.methods import Method
+from hvd_sparse.parameter_server.methods import Method, check_method
 from hvd_sparse.parameter_server.server import Server
 from hvd_sparse.parameter_server.transport import InProcessNetwork
 from hvd_sparse.parameter_server.worker import Worker
@@ -52,12 +53,15 @@ class Simulation:
             next step.
 
     Raises:
-        ValueError: The method has fewer workers at most.
+        TypeError: method is no settings of a method, or a number is no integer.
+        ValueError: A number is below 1, or the method has fewer workers at most.
     """
 
     def __init__(
         self, method: Method, parameters: Mapping[str, np.ndarray], workers: int, servers: int = 1, **server_options
     ):
+        check_method(method)
+        workers, servers = checked_integer("workers", workers, 1), checked_integer("servers", servers, 1)
         if method.most_workers is not None and workers > method.most_workers:
             raise ValueError(f"{method.name} has at most {method.most_workers} worker, got workers = {workers}")
         self.method = method
@@ -104,10 +108,11 @@ class Simulation:
             weight_decay: Coefficient of the parameters that are added to their gradients.
 
         Raises:
-            ValueError: A gradient is of no parameter, or of another size.
+            TypeError: The number is no integer.
+            ValueError: There is no such worker; a gradient is of no parameter, or of another size.
             ServerRefused: A server refuses the worker.
         """
-        worker = self.workers[number]
+        worker = self.workers[checked_integer("number", number, 0, len(self.workers) - 1)]
         shaped = {name: array.reshape(self.layout.shapes[name]) for name, array in worker.parameters.items()}
         found = {
             name: np.ascontiguousarray(array, np.float32).reshape(-1)

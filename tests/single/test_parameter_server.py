@@ -113,6 +113,17 @@ def test_msgd_is_momentum_sgd_on_one_worker(nesterov):
         Simulation(method, start(), 2)
 
 
+def test_wrong_arguments_of_a_simulation_are_named():
+    with pytest.raises(TypeError, match=r"method must be one of .* such as DGS\(\)"):
+        Simulation(METHODS["dgs"], start(), 2)
+    for wrong in ({"workers": 0}, {"workers": 2, "servers": 0}):
+        with pytest.raises(ValueError, match=f"{list(wrong)[-1]} must be an integer of at least 1, got 0"):
+            Simulation(METHODS["dgs"](), start(), **wrong)
+    simulation = Simulation(METHODS["dgs"](), start(), 2)
+    with pytest.raises(ValueError, match="number must be an integer from 0 to 1, got -1"):
+        simulation.step(-1, lambda worker, theta: theta, 0.1)
+
+
 WHOLE = {  # elements, settings
     "small": (8, {"density": 0.01}),
     "density 1": (2000, {"density": 1.0}),
