@@ -75,6 +75,9 @@ class MPIEndpoint(Endpoint):
         for thread in range(max(self._threads) + 1):
             if item := self._mailbox.look(self._tag(TO_WORKERS, thread)):
                 rank, data = item
+                if rank not in self._servers:
+                    ranks = ", ".join(map(str, dict.fromkeys(self._servers)))
+                    raise ValueError(f"connect(servers=...) differs on rank {rank}, which serves there; here ranks {ranks} do")
                 return self._servers.index(rank) + thread, data
         return None
 
