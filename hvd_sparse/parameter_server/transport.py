@@ -77,7 +77,7 @@ class MPIEndpoint(Endpoint):
                 rank, data = item
                 if rank not in self._servers:
                     ranks = ", ".join(map(str, dict.fromkeys(self._servers)))
-                    raise ValueError(f"connect(servers=...) differs on rank {rank}, which serves there; here ranks {ranks} do")
+                    raise ValueError(f"connect(servers=...) differs: rank {rank} serves there, here ranks {ranks} do")
                 return self._servers.index(rank) + thread, data
         return None
 

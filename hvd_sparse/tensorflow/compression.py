@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.frames import warn
 from hvd_sparse.log import Log
-from hvd_sparse.members import NOT_COPIED, is_elastic, not_called, not_compressed
+from hvd_sparse.members import NOT_COPIED, is_elastic, not_compressed
 from hvd_sparse.tensorflow.calls import (
     NEVER_CALLED,
     Call,
@@ -79,9 +79,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         self._parts = Parts(algorithm, loss_scale, Variables(variables), Exchange(process_set), TrafficVariables())
         if self._parts.variables.is_loaded():
             self._make_error_feedback()
-        exchange = self._parts.exchange
-        if algorithm.replaces_optimizer and hvd.is_initialized() and exchange.is_single() and not is_elastic():
-            warn(not_called(algorithm.name, "with one process" if hvd.size() == 1 else "in a process set of one rank"))
+        self._parts.exchange.warn_if_single(algorithm)
 
     def __hash__(self):
         # Horovod caches its traced function by this hash. It must be traced again with other ranks, and for each Keras
@@ -143,8 +141,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
                 self._parts.exchange.check_process_set(found.process_set)
             return tensor, None
         if self._parts.exchange.is_last_of_elastic():  # Horovod delivers the gradient itself, as long as no rank joins
-            if self.algorithm.replaces_optimizer:
-                warn(not_called(self.algorithm.name, "in an elastic job of one rank"))
+            self._parts.exchange.warn_if_single(self.algorithm)
             return self._parts.exchange.unless_stale(tensor), None
         call: TracedCall | None = self._parts.call
         if call is None or not call.expects(tensor):

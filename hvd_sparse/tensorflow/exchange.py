@@ -15,10 +15,12 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.announcement import BETWEEN_STEPS, check_all_between_steps, ranks_apart
 from hvd_sparse.checkpoint import REASON_BYTES, refusal
 from hvd_sparse.configuration_check import CHECK_SECONDS, check_failed, digest, explain_difference
-from hvd_sparse.members import Members, is_elastic
+from hvd_sparse.frames import warn
+from hvd_sparse.members import Members, is_elastic, not_called
 from hvd_sparse.pieces import WORD_BYTES, Pieces, plan_pieces
 
 # Of the presence sum: presence, step, loss scale, misplaced and six of the digest, each with its square.
@@ -51,6 +53,12 @@ class Exchange(Members):
     def is_single(self) -> bool:
         """Return whether this rank alone is in the process set."""
         return self.process_set.included() and self.size() == 1
+
+    def warn_if_single(self, algorithm: Algorithm) -> None:
+        """Warn if Horovod calls no compressor, as this rank is alone, and the method takes the optimizer's work."""
+        if algorithm.replaces_optimizer and hvd.is_initialized() and self.is_single():
+            where = "with one process" if hvd.size() == 1 else "in a process set of one rank"
+            warn(not_called(algorithm.name, where))
 
     def is_last_of_elastic(self) -> bool:
         """Return whether this is the only rank of an elastic job, at present."""

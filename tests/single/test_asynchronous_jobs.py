@@ -196,7 +196,7 @@ DIFFERING = {  # ranks, script, what is said
     "second server": (4, WIDER.replace("})", "}, servers=2)") % 3, "elements = 120 here"),
     "threads": (3, "run(threads=1 + RANK // 2)", "servers times threads = 1 there; servers times threads = 2 here"),
     "threads of a worker": (3, "run(threads=2 - RANK // 2)", "servers times threads = 2 there"),
-    "servers": (3, "run(servers='colocated' if RANK == 0 else 1)", "differs on rank 0, which serves there; here ranks 2 do"),
+    "servers": (3, "run(servers='colocated' if RANK == 0 else 1)", "differs: rank 0 serves there, here ranks 2 do"),
     "first server": (4, WIDER.replace("RANK // %d", "RANK %% 3 // %d").replace("})", "}, servers=2)") % 2, "120 here"),
 }
 
