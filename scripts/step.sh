@@ -5,7 +5,8 @@
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-VENV=$(realpath -m -- "${VENV:-$ROOT/.venv}")
+VENV=${VENV:-$ROOT/.venv}
+[ "${VENV:0:1}" = / ] || VENV=$PWD/$VENV
 PYTHON=${PYTHON:-python3}
 MPI=${MPI:-wheel}
 CACHE=${HVD_SPARSE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/hvd_sparse}

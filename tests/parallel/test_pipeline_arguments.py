@@ -1,5 +1,6 @@
 """What a pipeline refuses, with an error on all stages; and what stages may do with their inputs."""
 
+import contextlib
 import re
 import time
 import warnings
@@ -141,6 +142,23 @@ def test_data_that_are_no_tensors_of_samples_are_refused(inputs, targets, error,
 def test_a_loss_that_is_no_scalar_tensor_is_refused(loss, error, method):
     with pytest.raises((TypeError, ValueError, PipelineError), match=error):
         getattr(pipeline(loss=loss), method)(ZEROS, ZEROS)
+
+
+@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.inference_mode])
+def test_a_step_without_anything_to_train_says_so(context):
+    stage = torch.nn.Linear(3, 3).requires_grad_(context is torch.inference_mode)
+    with pytest.raises((RuntimeError, PipelineError), match="depends on no parameter that requires gradients"), context():
+        pipeline(stage).step(ZEROS, ZEROS)
+
+
+@several
+def test_sparse_outputs_are_refused():
+    class Sparse(torch.nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs).relu().to_sparse()
+
+    with pytest.raises((TypeError, PipelineError), match=r"must be a dense tensor, got one of layout torch\.sparse_coo"):
+        pipeline(Sparse(3, 3)).step(ZEROS, ZEROS)
 
 
 @several

@@ -95,6 +95,8 @@ class Pipeline(shared.Pipeline):
     def _to_wire(self, name: str, leaf: torch.Tensor, training: bool) -> Tensor:
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(f"a stage must return tensors, got {type(leaf).__name__}")
+        if leaf.layout != torch.strided:
+            raise TypeError(f"output {name!r} of a stage must be a dense tensor, got one of layout {leaf.layout}")
         dtype = checked_dtype(name, leaf.dtype, DTYPES)
         mask, boundary = None, None
         if leaf.is_floating_point() and leaf.dim() > 1 and leaf.numel() > 0:
@@ -127,6 +129,11 @@ class Pipeline(shared.Pipeline):
 
     def _backward(self, micro_batch: MicroBatch, gradients: list[Tensor] | None) -> list[np.ndarray]:
         if gradients is None:
+            if not micro_batch.tape.requires_grad:
+                raise RuntimeError(
+                    "the loss depends on no parameter that requires gradients: is every stage frozen, or step() called "
+                    "within torch.inference_mode()?"
+                )
             micro_batch.tape.backward()
         else:
             roots = [leaf for leaf in micro_batch.outputs if leaf.requires_grad]
