@@ -147,7 +147,7 @@ def test_a_loss_that_is_no_scalar_tensor_is_refused(loss, error, method):
 @pytest.mark.parametrize("context", [contextlib.nullcontext, torch.inference_mode])
 def test_a_step_without_anything_to_train_says_so(context):
     stage = torch.nn.Linear(3, 3).requires_grad_(context is torch.inference_mode)
-    with pytest.raises((RuntimeError, PipelineError), match="depends on no parameter that requires gradients"), context():
+    with pytest.raises((RuntimeError, PipelineError), match="no parameter that requires gradients"), context():
         pipeline(stage).step(ZEROS, ZEROS)
 
 
@@ -157,7 +157,7 @@ def test_sparse_outputs_are_refused():
         def forward(self, inputs):
             return super().forward(inputs).relu().to_sparse()
 
-    with pytest.raises((TypeError, PipelineError), match=r"must be a dense tensor, got one of layout torch\.sparse_coo"):
+    with pytest.raises((TypeError, PipelineError), match=r"a dense tensor, got one of layout torch\.sparse_coo"):
         pipeline(Sparse(3, 3)).step(ZEROS, ZEROS)
 
 
