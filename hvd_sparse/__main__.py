@@ -45,7 +45,10 @@ def check_build() -> str:
 def main() -> None:
     """Parse the command line."""
     if sys.argv[1:2] == ["plan"]:
-        importlib.import_module("hvd_sparse.plan").main(sys.argv[2:])
+        try:
+            importlib.import_module("hvd_sparse.plan").main(sys.argv[2:])
+        except ImportError as error:  # it times the native functions, which may not be built
+            sys.exit(f"hvd_sparse plan: {error}")
         return
     parser = argparse.ArgumentParser(
         prog="hvd_sparse",

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 from setuptools import Distribution
 
-from hvd_sparse import library
-from hvd_sparse.__main__ import check_build
+from hvd_sparse import library, native_call
+from hvd_sparse.__main__ import check_build, main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,6 +39,17 @@ def test_a_source_tree_where_nothing_is_built_says_so(monkeypatch, tmp_path):
         with pytest.raises(ImportError, match=f"source tree of hvd_sparse, {tmp_path}.*Run from another"):
             library.find_library(framework)
     assert check_build().endswith("pip install --no-build-isolation -e .")
+
+
+def test_a_plan_where_nothing_is_built_says_so(monkeypatch):
+    def find(name):
+        raise ImportError("nothing is built here")
+
+    monkeypatch.setattr(native_call, "_function", find)
+    arguments = "plan --parameters 1e6 --compute-ms 10 --bandwidth 1gbit --ranks 8".split()
+    monkeypatch.setattr(sys, "argv", ["hvd_sparse", *arguments])
+    with pytest.raises(SystemExit, match=r"^hvd_sparse plan: nothing is built here$"):
+        main()
 
 
 def test_a_build_without_any_framework_must_be_asked_for(monkeypatch, tmp_path):
