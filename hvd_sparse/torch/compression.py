@@ -73,6 +73,8 @@ class SparseCompressor(Compressor):
         if algorithm.replaces_optimizer and self._collectives.is_alone():
             warn(not_called(algorithm.name))
 
+    # A compiled step calls compress and decompress. Inductor fails if it traces their collectives.
+    @torch.compiler.disable
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Arrival]:
         """Compress one gradient; return the tensor for Horovod to all-reduce, and the context for `decompress`."""
         if torch.is_grad_enabled():  # not in a hook of autograd, where this is called for nearly every gradient
@@ -100,7 +102,7 @@ class SparseCompressor(Compressor):
                 self._open.add(name)
                 return carried, arrival
 
-    @torch.compiler.disable  # a compiled optimizer.step() calls it: collectives of messages cannot be traced
+    @torch.compiler.disable
     def decompress(self, tensor: torch.Tensor, ctx: Arrival | None) -> torch.Tensor:
         """Return the reduced gradient, of the parameter's shape and type. Sparse gradients (ctx None) pass through."""
         if ctx is None:

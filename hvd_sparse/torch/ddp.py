@@ -173,6 +173,7 @@ class DDPCompressor(Compressor):
             parameter.requires_grad_(was_trained)
 
     @torch.no_grad()
+    @torch.compiler.disable  # a compiled step calls it
     def _reduce(self, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         """Compress the gradients of a bucket; finish the step after the last bucket. This is the communication hook."""
         with self._lock:

@@ -322,25 +322,32 @@ def test_nothing_global_holds_on_to_a_compression():
     assert [reference() for reference in alive] == [None, None]
 
 
+def train(optimizer, forward, update, inputs):
+    optimizer.zero_grad()
+    forward(inputs).square().mean().backward()
+    update()
+
+
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # Horovod's functions
-@pytest.mark.parametrize("compiled", ["model", "step"])
-def test_compiled_training_is_as_it_is_otherwise(compiled):
+@pytest.mark.parametrize("method", ["dgc", "micro"])  # Horovod's hooks start MiCRO's collectives in backward
+@pytest.mark.parametrize("compiled", ["model", "optimizer", "all"])
+def test_compiled_training_is_as_it_is_otherwise(compiled, method):
     trained = []
     for compiles in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(40, 50), nn.ReLU(), nn.Linear(50, 10))
-        compression = Compression.dgc(model.named_parameters(), density=0.05, momentum=0.9, min_numel=100)
+        compression = getattr(Compression, method)(model.named_parameters(), density=0.05, min_numel=100)
         optimizer = distributed(dict(model.named_parameters()), compression)
-        forward, update = model, optimizer.step
+        forward, update, run = model, optimizer.step, train
         if compiles and compiled == "model":
             forward = torch.compile(model, backend="aot_eager")
-        if compiles and compiled == "step":
-            update = torch.compile(optimizer.step)  # by Inductor, which fails where it compiles collectives
+        elif compiles and compiled == "optimizer":
+            update = torch.compile(optimizer.step)  # by Inductor, which fails where it traces collectives
+        elif compiles:
+            run = torch.compile(train)
         for t in range(4):
-            optimizer.zero_grad()
             x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * t + hvd.rank()))
-            forward(x).square().mean().backward()
-            update()
+            run(optimizer, forward, update, x)
         trained.append(torch.cat([one.detach().flatten() for one in model.parameters()]))
         assert hvd.size() == 1 or compression.stats()["step"]["density"] < 0.2
     if compiled == "model":
