@@ -170,7 +170,8 @@ class Leader(Selection):
         """Set the indices."""
         residuals, k = self._codec.accumulate(bucket.arrivals, now), bucket.ks[0]
         residual = tf.concat(residuals, 0)
-        leads = tf.equal(now.number % now.units.world_size, self._codec.exchange.rank())
+        world_size, rank = now.units.world_size, self._codec.exchange.rank()
+        leads = tf.equal(now.number % world_size, rank)
         none = tf.zeros([0], tf.int64)
         indices = tf.cond(leads, lambda: ops.select_top_k(residual, k, now.seed)[0], lambda: none)
         with tf.control_dependencies(residuals):  # a follower's indices do not depend on its gradients, its values do
