@@ -151,6 +151,31 @@ def test_a_step_without_anything_to_train_says_so(context):
         pipeline(stage).step(ZEROS, ZEROS)
 
 
+@pytest.mark.parametrize("part", ["conjugate", "its imaginary part"])
+def test_lazy_views_of_complex_outputs_are_sent(part):
+    """PyTorch conjugates and negates when it reads; the bytes of such a view are those before."""
+
+    class Phases(torch.nn.Linear):
+        def forward(self, inputs):
+            real = torch.view_as_real(inputs.resolve_conj()).sum(2) if inputs.is_complex() else inputs
+            own = super().forward(real)
+            view = torch.complex(own, own).conj()
+            return own if LAST else view if part == "conjugate" else view.imag
+
+    torch.manual_seed(0)
+    stage = Phases(3, 3)
+    with pipeline(stage, boundary=1.0) as one:
+        loss = one.step(torch.ones(4, 3), ZEROS)
+    layer = torch.nn.Linear(3, 3)
+    layer.load_state_dict(stage.state_dict())
+    found = torch.ones(4, 3)
+    for number in range(STAGES):
+        found = layer(found)
+        if number < STAGES - 1:
+            found = torch.zeros_like(found) if part == "conjugate" else -found
+    torch.testing.assert_close(torch.tensor(loss), found.square().mean().detach())
+
+
 @several
 def test_sparse_outputs_are_refused():
     class Sparse(torch.nn.Linear):
