@@ -235,8 +235,12 @@ class FittedThreshold:
         self._achieved += count / k
         self._steps += 1
         if self._steps == ADAPT_STEPS:
-            self._stages = self._stages.adapted(self._achieved / ADAPT_STEPS, self._density)
-            self._achieved, self._steps = 0.0, 0
+            self.adapt(self._density)
+
+    def adapt(self, density: float) -> None:
+        """Adapt the stages to the mean of the ratios achieved in the last ADAPT_STEPS steps. density: k / n."""
+        self._stages = self._stages.adapted(self._achieved / ADAPT_STEPS, density)
+        self._achieved, self._steps = 0.0, 0
 
     def miss(self, step: int) -> None:
         """Do nothing: each selection has a new threshold."""

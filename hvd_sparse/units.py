@@ -1,4 +1,4 @@
-"""The units of gradients: only this module handles the loss scale and the reduction `op`.
+"""The units of gradients: this module alone turns the loss scale and the reduction `op` into factors.
 
 A rank passes S * g_k, the gradient of its scaled loss; the optimizer receives S * result, where result = s * sum of
 g_k over N ranks (s is 1 / N for op=Average, 1 for op=Sum). The settings `clip_norm`, `weight_decay` and a constant

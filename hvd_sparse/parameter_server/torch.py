@@ -286,6 +286,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
             raise ValueError(f"params must be among those that were connected; of others, the shapes are {strange}")
         self._expose()
 
+    @torch.compiler.disable
     def step(self, closure: Callable | None = None):
         """Push the gradients' update, and apply the servers' answer, or with overlap the previous answer.
 

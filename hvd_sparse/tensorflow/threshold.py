@@ -4,7 +4,6 @@ The update rules are those of `hvd_sparse.threshold`, as operations on vectors: 
 (`tf.numpy_function`), which only what changes rarely makes here.
 """
 
-import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,12 +12,13 @@ import tensorflow as tf
 import hvd_sparse.partition
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
 from hvd_sparse.partition import threshold_scale
-from hvd_sparse.stages import ADAPT_STEPS, Stages
+from hvd_sparse.stages import ADAPT_STEPS
 from hvd_sparse.tensorflow.error_feedback import make_variable
 from hvd_sparse.threshold import (
     HIGHEST_MARGIN,
     LOWEST_MARGIN,
     SMALLEST,
+    FittedThreshold,
     ThresholdHint,
     Turns,
     lowered,
@@ -169,7 +169,7 @@ class FittedThresholds:
         self._algorithm, self._sizes = algorithm, sizes
         names = sorted(sizes)
         self.rows = {name: row for row, name in enumerate(names)}
-        # All start at zero: the first, for example, is the number of stages beyond the setting.
+        # The numbers of `FittedThreshold`, which all start at zero.
         self._more, *_ = self.variables = [
             make_variable([len(names)], f"hvd_sparse/threshold/{kind}", tf.float64)
             for kind in ("more_stages", "turned", "error", "adapted", "achieved", "steps")
@@ -206,16 +206,15 @@ class FittedThresholds:
 
     def _adapt(self, old: np.ndarray, ratio: np.ndarray, density: np.ndarray) -> np.ndarray:
         """Return the variables' next values, float64[variables, rows]."""
-        more, turned, error, adapted, achieved, steps = old.copy()
+        numbers, threshold = old.copy(), FittedThreshold(self._algorithm)
+        achieved, steps = numbers[-2:]
         achieved += ratio
         steps += 1.0
         for row in np.flatnonzero(steps == ADAPT_STEPS):
-            known = error[row] if adapted[row] else math.inf
-            stages = Stages(self._algorithm.stages + int(more[row]), -1 if turned[row] else 1, known)
-            stages = stages.adapted(achieved[row] / ADAPT_STEPS, density[row])
-            more[row], turned[row] = stages.count - self._algorithm.stages, stages.direction < 0
-            error[row], adapted[row], achieved[row], steps[row] = stages.error, 1.0, 0.0, 0.0
-        return np.stack([more, turned, error, adapted, achieved, steps])
+            threshold.restore(numbers[:, row])
+            threshold.adapt(density[row])
+            numbers[:, row] = threshold.numbers()
+        return numbers
 
 
 class ScaledThreshold:

@@ -254,7 +254,7 @@ class DDPCompressor(Compressor):
         whole = torch.cat(sums) if one is None else one
         if whole.dtype == torch.float16:  # the sum may overflow float16, the mean does not
             whole.mul_(1.0 / self._exchange.size())
-        return self._exchange.allreduce(name, whole)
+        return self._exchange.allreduce(name, whole, counted=False)  # `Step.add` has counted it
 
     def _deliver(self) -> None:
         """Finish the step: write the mean over all ranks to the buckets."""
@@ -313,7 +313,6 @@ class DDPCompressor(Compressor):
         if not (self._leaves_out() and self._is_set("gradient_as_bucket_view")):
             return None  # DDP itself leaves such a `grad` as it is
         used = torch.tensor([float(name in self._used) for name in sorted(self._arrived_names)], device="cpu")
-        self._traffic.count(payload_bytes=used.nbytes)
         return self._exchange.allreduce("used", used)
 
     def _unused_everywhere(self, unused: Pending | None) -> set[str]:

@@ -130,8 +130,10 @@ class Exchange:
         handle = self.collectives.add(name, rows.view(torch.int64))
         return Pending(handle, finish=lambda total: total.view(torch.uint8).view(-1))
 
-    def allreduce(self, name: str, tensor: torch.Tensor) -> Pending:
-        """Start an all-reduce (sum) of a tensor, in place."""
+    def allreduce(self, name: str, tensor: torch.Tensor, counted: bool = True) -> Pending:
+        """Start an all-reduce (sum) of a tensor, in place. counted: whether its bytes are counted here."""
+        if counted:
+            self.traffic.count(payload_bytes=tensor.nbytes)
         return Pending(self.collectives.add(name, tensor))
 
     def start_check(self, lines: list[str], step: int) -> Pending:
@@ -163,6 +165,7 @@ class Exchange:
             return total
 
         self._forget_lost()
+        self.traffic.count(payload_bytes=own.nbytes)
         self._asked = Pending(self.collectives.add("present", own), finish=read)
         return self._asked
 
@@ -179,7 +182,7 @@ class Exchange:
                 if between > 0:
                     raise RuntimeError(ranks_apart(between, self.size()))
             own = torch.tensor([BETWEEN_STEPS, *[0.0] * MOST_REGION_NUMBERS], dtype=torch.float64, device="cpu")
-            self._announced = self.allreduce("present", own)
+            self._announced = self.allreduce("present", own, counted=False)
 
     def end_announcement(self) -> None:
         """Wait for the open announcement, as its name must be free; RuntimeError if other ranks were in a step."""

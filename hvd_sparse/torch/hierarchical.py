@@ -13,11 +13,11 @@ import torch
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.buckets import plan_buckets
 from hvd_sparse.granularity import channels_of
-from hvd_sparse.hierarchy import algorithm_between_hosts, find_hierarchy
+from hvd_sparse.hierarchy import Hierarchy, algorithm_between_hosts, find_hierarchy
 from hvd_sparse.torch.codecs.base import Arrival, sum_buffer
 from hvd_sparse.torch.dense_bucket import DenseBucket, concatenated, take_dense
 from hvd_sparse.torch.error_feedback import ErrorFeedback, StatePart, clip_ratio, make_error_feedback
-from hvd_sparse.torch.exchange import Exchange
+from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.hosts import Host, Shard, ShardResult, Shards
 from hvd_sparse.torch.optimizer_step import OptimizerStep
 from hvd_sparse.torch.parameters import Parameters
@@ -42,6 +42,26 @@ class HierarchicalStep(OptimizerStep):
         self.has_state = False  # the hosts are not known, and to find them takes all ranks
         self.small: dict[str, ErrorFeedback] = {}
         self.inner: Step | None = None  # of the column; None if this rank has no shard
+
+        # What `lay_out` sets:
+        self.hierarchy: Hierarchy
+        self.shard: int | None = None  # the number of this rank's shard
+        self.cuts: dict[str, np.ndarray] = {}  # where the shards of each large tensor begin, and the end
+        self._host: Host
+
+        # What `begin` sets anew for each step:
+        self.number = self.rank = 0
+        self._presence: Presence
+        self._planned: dict[str, list[str]] = {}  # the tensors of the messages within the host, by title
+        self._missing: dict[str, set[str]] = {}  # of these, the tensors without a gradient so far
+        self._title_of: dict[str, str] = {}
+        self._whole_ratio = 1.0  # clips the whole gradient
+
+        # What a step collects:
+        self._finite: list[torch.Tensor] = []
+        self._groups: dict[str, tuple[list[str], Pending]] = {}  # the started messages within the host, by title
+        self._within: dict[str, tuple[Arrival, Pending | None]] = {}  # this rank's shards; the sums of those sent dense
+        self._sums: dict[str, list[tuple[ShardResult, int]]] | None = None  # the results: see `_deliver`
         self._dense_of: dict[str, DenseBucket] = {}  # the message of the small tensors, for each of them
 
     # State
@@ -150,7 +170,7 @@ class HierarchicalStep(OptimizerStep):
             self.inner.forget_tensors()
 
     def reset(self) -> None:
-        """Reset the thresholds, which persist across steps."""
+        """Reset what persists across steps, between hosts."""
         if self.inner is not None:
             self.inner.reset()
 
@@ -173,7 +193,6 @@ class HierarchicalStep(OptimizerStep):
         self._drop_tensors()
         self._presence = Presence(self.exchange, freezes=False)
         self._collectives = [self._presence.pending]
-        self.traffic.count(payload_bytes=self._presence.bytes)
         if self.inner is not None:
             self.inner.begin(number, Units(len(self.hierarchy.hosts), units.reduction, units.loss_scale))
         large = [name for name in self.expected if name in self.cuts]
@@ -274,7 +293,6 @@ class HierarchicalStep(OptimizerStep):
         small = [arrival for arrival in arrivals if arrival.name not in self.cuts]
         if small:
             whole = concatenated([self._take_dense(arrival) for arrival in small])
-            self.traffic.count(payload_bytes=whole.nbytes)
             message = DenseBucket(small, self.exchange.allreduce("dense", whole))
             self._dense_of = dict.fromkeys((arrival.name for arrival in small), message)
             self._collectives.append(message.pending)
@@ -341,7 +359,7 @@ class HierarchicalStep(OptimizerStep):
             carried = self.inner.add(arrival)
             pending = None
             if not arrival.carries_token:
-                pending = self.inner.exchange.allreduce(f"dense.{name}", carried)
+                pending = self.inner.exchange.allreduce(f"dense.{name}", carried, counted=False)  # by `add`
                 self._collectives.append(pending)
             self._within[name] = arrival, pending
 

@@ -30,7 +30,6 @@ class Presence:
         frozen = MOST_RANKS * (freezes and is_asked)  # what one rank alone knows starts no collective
         numbers = [1.0 + frozen, *region_numbers, *[0.0] * (MOST_REGION_NUMBERS - len(region_numbers))]
         own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        self.bytes = own.nbytes if is_asked else 0
         self.pending = exchange.ask_presence(own) if is_asked else Pending(finish=lambda: own)
         self._sums: list[float] | None = None
 

@@ -17,6 +17,7 @@ class ReduceScatter:
     def __init__(self, exchange: Exchange):
         self.exchange = exchange
         self.started: list[Bucket] = []
+        self._seed = 0
 
     def begin(self, seed: int) -> None:
         """Begin a step."""
@@ -66,7 +67,6 @@ class ReduceScatter:
         bucket.pending = None
         if data.kept.indices.size:
             own = data.residuals_at(data.kept.indices)
-            self.exchange.traffic.count(payload_bytes=own.nbytes)
             bucket.pending = self.exchange.allreduce(f"{bucket.name}.completed", own)
             collectives.append(bucket.pending)
 
@@ -74,9 +74,7 @@ class ReduceScatter:
         """Balance the regions by a histogram of the selected indices of all ranks."""
         every = [bucket.scattered for bucket in buckets]
         counts = [torch.from_numpy(data.regions.count(data.selected)) for data in every]
-        traffic = self.exchange.traffic
-        traffic.count(payload_bytes=sum(own.nbytes for own in counts))
-        with traffic.timed("exchange"):
+        with self.exchange.traffic.timed("exchange"):
             names = [f"{bucket.name}.regions" for bucket in buckets]
             sums = [self.exchange.allreduce(name, own) for name, own in zip(names, counts, strict=True)]
             for data, pending in zip(every, sums, strict=True):

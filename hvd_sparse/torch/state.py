@@ -19,7 +19,7 @@ def gather_state(step: OptimizerStep, number: int, exchange: Exchange, summed: b
         for name, buffers in memory.items():
             for kind, buffer in buffers.items():
                 for part, span in enumerate(buffer.split(SPAN)):
-                    total = exchange.allreduce(f"state.{name}.{kind}.{part}", span.double()).wait()
+                    total = exchange.allreduce(f"state.{name}.{kind}.{part}", span.double(), counted=False).wait()
                     span.copy_(total.clamp_(-LARGEST, LARGEST))
     numbers = {} if summed else {name: threshold.numbers() for name, threshold in sorted(step.thresholds.items())}
     thresholds = {name: torch.tensor(own, dtype=torch.float64, device="cpu") for name, own in numbers.items() if own}

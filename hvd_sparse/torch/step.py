@@ -63,6 +63,7 @@ class Step(OptimizerStep):
         self._deferred: list[Bucket] = []
         self._late: list[Bucket] = []
         self._votes: list[Pending] = []
+        self._whole_factor = 1.0  # of all gradients, where the norm of the whole model clips them
         self._presence: Presence
 
     @property
@@ -155,7 +156,6 @@ class Step(OptimizerStep):
         freezes = any(not self.parameters[name].requires_grad for name in came)
         self._presence = Presence(self.exchange, freezes, self.codec.region_numbers())
         self._collectives = [self._presence.pending]
-        self.traffic.count(payload_bytes=self._presence.bytes)
 
     def add(self, arrival: Arrival) -> torch.Tensor:
         """Add one gradient to the step; return the tensor for Horovod to all-reduce: a token or the dense tensor."""
@@ -289,7 +289,6 @@ class Step(OptimizerStep):
         whole = self._take_together(dense) if dense else None
         self._vote(f"{prefix}vote")
         if whole is not None:
-            self.traffic.count(payload_bytes=whole.nbytes)
             dense_bucket = DenseBucket(dense, self.exchange.allreduce(f"{prefix}dense", whole))
             self._collectives.append(dense_bucket.pending)
             self._bucket_of.update(dict.fromkeys((arrival.name for arrival in dense), dense_bucket))
@@ -340,7 +339,6 @@ class Step(OptimizerStep):
             names = sorted(self.arrivals)
             flags = [float(not self.arrivals[name].frozen) for name in names]
             trains = torch.tensor(flags, dtype=torch.float32, device="cpu")
-            self.traffic.count(payload_bytes=trains.nbytes)
             ranks = self.exchange.allreduce("trains", trains).wait().tolist()
         return frozenset(name for name, count in zip(names, ranks, strict=True) if count == 0.0)
 

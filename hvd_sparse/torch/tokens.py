@@ -18,6 +18,7 @@ class Tokens:
 
     def __init__(self):
         self._all = torch.empty(0, 2, dtype=torch.float32, device="cpu")
+        self._token = torch.empty(2, dtype=torch.float32, device="cpu")
         self._rows: list[torch.Tensor] = []
         self._free: list[torch.Tensor] = []
         self._references: list[torch.Tensor] = []

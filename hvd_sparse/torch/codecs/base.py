@@ -132,6 +132,7 @@ class Codec(abc.ABC):
         self.exchange = exchange
         self.traffic = traffic
         self.device = device
+        self.now: Round  # of the step under way
         self.finite: list[torch.Tensor] = []  # bool, any shape: was each gradient since the last vote finite?
         self.regions: Bounds = {}  # of reduce-scatters: part of a checkpoint
         self._segments: dict[tuple[str, ...], torch.Tensor | None] = {}
