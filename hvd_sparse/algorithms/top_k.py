@@ -138,9 +138,10 @@ class TopKMethods(Methods[Parameters, Compressor]):
     ) -> Compressor:
         """Deep Gradient Compression: momentum correction, momentum factor masking, clipping, warm-up.
 
-        Set momentum and weight decay here, and those of the optimizer to 0. Difference from the paper: exactly k
-        elements are sent, with run lengths in blocks of 65,536. Source: Lin et al. (2018), Algorithm 3, and Algorithm 4
-        with `nesterov`.
+        Set the momentum here, and the optimizer's (Adam's `beta1`) to 0; likewise the weight decay of SGD, but not that
+        of AdamW, which stays in the optimizer. Differences from the paper: exactly k elements are sent, with run
+        lengths in blocks of 65,536; by default clipping is by the norm of each tensor, not of the whole gradient.
+        Source: Lin et al. (2018), Algorithm 3, and Algorithm 4 with `nesterov`.
 
         Args:
             PARAMETERS
@@ -186,9 +187,10 @@ class TopKMethods(Methods[Parameters, Compressor]):
 
         u <- m * u + g; the largest elements of u are sent and stay in u, the others are divided by m, so that an
         element sent after T steps is m * u_0 plus the sum of its T gradients (Equation 16). It needs one buffer, DGC
-        two. Set momentum and weight decay here, and those of the optimizer to 0. Differences from the paper:
-        training is synchronous (the paper's future work); u excludes the learning rate; m * u is stored instead of u,
-        with the same results. Source: Yan et al. (2020), Algorithm 3 and section 4.3.2.
+        two. Set the momentum here, and the optimizer's (Adam's `beta1`) to 0; likewise the weight decay of SGD, but not
+        that of AdamW, which stays in the optimizer. Differences from the paper: training is synchronous (the paper's
+        future work); u excludes the learning rate; m * u is stored instead of u, with the same results. Source: Yan et
+        al. (2020), Algorithm 3 and section 4.3.2.
 
         Args:
             PARAMETERS
