@@ -337,6 +337,8 @@ def usage(one: Candidate) -> list[str]:
     lines = [f"    compression={one.call}"]
     if "momentum" in one.call:
         lines.append("    warmup_steps: a tenth of the run's steps; momentum of the optimizer: 0")
+        if not one.is_for_long_runs:
+            lines.append("    With SGD and fewer than 1,000 steps try factor_masking=False, and gradient_dropping.")
     if one.changes_fewer:
         lines.append("    It changes fewer elements in a step than a gather, so it may cost accuracy: compare.")
     return lines

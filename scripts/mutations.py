@@ -199,7 +199,7 @@ PYTHON = [
         "hvd_sparse/torch/ddp.py",
         "own = self._used - self._reduced if self._reduced else ()",
         "own = ()",
-        "ddp test_ddp_refused thawed",
+        "ddp test_ddp_refused unfrozen",
     ),
     (
         "a compiled step is not checked",

@@ -129,10 +129,10 @@ def write(results: list[dict], count: int, folder: Path) -> list[dict]:
     """Write tables and plot; return the rows."""
     rows = summarize(results)
     lines = ["# Time to accuracy on slow networks", ""]
-    lines.append(
-        f"{count} hosts. Seconds until the final figure of dense training (DDP's, if Horovod was not run), the median"
-    )
-    lines.append(f"of its seeds. DGC and PowerSGD train the LSTM for {LONGER} times as many steps as dense.")
+    lines += [
+        f"{count} hosts. Seconds until a run reaches the goal: the median of the final figures of dense training's seeds",
+        f"(DDP's, if Horovod was not run). DGC and PowerSGD train the LSTM for {LONGER} times as many steps as dense.",
+    ]
     for example, spec in EXAMPLES.items():
         if all(row["example"] != example for row in rows):
             continue

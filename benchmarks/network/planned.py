@@ -3,7 +3,8 @@
     python benchmarks/network/planned.py
 
 The command is told the compute time of dense training without a limit, and the job's bandwidth and latency; the time to
-compress is measured on this machine. `validation.py` takes all of a rank's times from the job instead.
+compress is measured on this machine. `validation.py` takes all of a rank's times from the job instead. Writes
+results/network_planned.json.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common import RESULTS, load
+from common import RESULTS, load, save
 from models import numels
 from records import UNLIMITED, without_limit
 
@@ -54,8 +55,9 @@ def errors(runs: list[dict]) -> list[dict]:
 
 
 def main() -> None:
-    """Print each run, and median and largest error."""
+    """Print and save each run, and print median and largest error."""
     rows = errors(load(RESULTS / "network.json"))
+    save(RESULTS / "network_planned.json", rows)
     for row in rows:
         print("  ".join(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
     sizes = [abs(row["error"]) for row in rows]

@@ -163,10 +163,10 @@ class TorchSession(Session):
 
     def _check_parameters(self) -> None:
         """Raise ValueError if a parameter trains in vain; warn, once, if one was changed unseen by the servers."""
-        thawed = [name for name, parameter in self._frozen.items() if parameter.grad is not None]
-        if thawed:
+        unfrozen = [name for name, parameter in self._frozen.items() if parameter.grad is not None]
+        if unfrozen:
             raise ValueError(
-                f"{', '.join(thawed[:3])} did not require gradients at connect(), and the servers do not train them: "
+                f"{', '.join(unfrozen[:3])} did not require gradients at connect(), and the servers do not train them: "
                 "set requires_grad before connect(), or close this session and open another"
             )
         versions = {name: parameter._version for name, parameter in self.tensors.items()}

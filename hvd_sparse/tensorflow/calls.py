@@ -270,7 +270,7 @@ def warn_of_twins(call: Call, variables: Variables) -> None:
             f"hvd_sparse: this call reduces {len(own)} of the compressor's variables, and others have shapes of these. "
             "Should another call reduce others, TensorFlow would take it for this one, and mix up their gradients: "
             "build a compressor for each call, and a new one, with the old one's state, when layers are frozen or "
-            "thawed. If no other call reduces the others, all is well"
+            "unfrozen. If no other call reduces the others, all is well"
         )
 
 

@@ -62,7 +62,7 @@ class Hosts:
         hierarchy = in_time(lambda: find_hierarchy(algorithm.ranks_per_host, hvd.size(), exchange.everywhere))
         if len(set(map(len, hierarchy.hosts))) > 1:
             sizes = list(map(len, hierarchy.hosts))
-            raise ValueError(f"in TensorFlow, all hosts must have as many ranks, got {sizes}")
+            raise ValueError(f"in TensorFlow, all hosts must have the same number of ranks, got {sizes}")
         sets, rank = process_sets_of(hvd, hierarchy), exchange.rank()
         self.shard_number, self.host_size = hierarchy.shard_of(rank), hierarchy.shards
         self.count, self.host_number = len(hierarchy.hosts), hierarchy.hosts.index(hierarchy.host_of(rank))

@@ -371,7 +371,7 @@ def test_horovod_initialised_again_in_the_middle_of_the_check_is_an_error_not_a_
     assert_alive()
 
 
-@pytest.mark.parametrize("late", ["added", "thawed"])
+@pytest.mark.parametrize("late", ["added", "unfrozen"])
 def test_what_horovod_does_not_reduce_is_refused(late):
     """Each rank would train it alone. What has no gradient, or is frozen, is left in peace."""
     parameters = make_parameters({"early": (2000,), "late": (30,)})

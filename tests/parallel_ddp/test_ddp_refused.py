@@ -209,18 +209,19 @@ def test_a_parameter_that_was_frozen_when_the_compressor_was_built_is_refused():
     assert_alive()
 
 
-@pytest.mark.parametrize("thawed", [0, 1])
-def test_a_layer_that_is_thawed_is_refused_before_each_rank_trains_it_alone(thawed):
+@pytest.mark.parametrize("unfrozen", [0, 1])
+def test_a_layer_that_is_unfrozen_is_refused_before_each_rank_trains_it_alone(unfrozen):
     model = nn.Sequential(linear(), nn.Linear(30, 30))
-    model[thawed].requires_grad_(False)
+    model[unfrozen].requires_grad_(False)
     compression = Compression.gradient_dropping(model.named_parameters())
     compression.register(ddp := DistributedDataParallel(model))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     inputs = torch.full((4, 40), 1.0 + dist.get_rank())
     ddp(inputs).square().sum().backward()
     optimizer.step()
-    model[thawed].requires_grad_(True)
-    with pytest.raises(RuntimeError, match=rf"does not reduce the gradient of {thawed}\.(bias|weight), and each rank"):
+    model[unfrozen].requires_grad_(True)
+    message = rf"does not reduce the gradient of {unfrozen}\.(bias|weight), and each rank"
+    with pytest.raises(RuntimeError, match=message):
         ddp(inputs).square().sum().backward()  # raises, or if the layer's gradient comes after the last bucket,
         optimizer.step()
     assert_ranks_agree(model)

@@ -309,7 +309,7 @@ def test_uneven_hosts_are_refused():
     if hvd.size() < 3:
         pytest.skip("hosts with different numbers of ranks need three ranks")
     layout = [hvd.size() - 1, 1]
-    with pytest.raises(ValueError, match="all hosts must have as many ranks"):
+    with pytest.raises(ValueError, match="all hosts must have the same number of ranks"):
         Compression.dgc(list(make_variables().values()), exchange="hierarchical", ranks_per_host=layout)
 
 
