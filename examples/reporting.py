@@ -30,6 +30,7 @@ SWITCHES = {  # {switch: the methods that it is for}; other switches are for all
     "--exchange": HOSTED,
     "--ranks-per-host": HOSTED,
     "--between-hosts": SCOPED,
+    "--dense-fallback": SPARSE_METHODS,
     "--tensorboard": SPARSE_METHODS,
 }
 LOW_BIT = ("int2", "int1")
@@ -83,6 +84,9 @@ def add_compression(parser):
         "--between-hosts",
         choices=("gather", "reduce_scatter", "auto"),
         help="exchange between hosts of hierarchical; not of micro, cltk, random_k",
+    )
+    group.add_argument(
+        "--dense-fallback", choices=("bytes", "measured"), help="send a step dense if that is fewer bytes, or faster"
     )
     group.add_argument("--tensorboard", metavar="DIR", help="log what rank 0 sends, for TensorBoard")
 

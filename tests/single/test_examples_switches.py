@@ -29,6 +29,7 @@ GIVEN = {  # {switch: a value, and the compressor's argument}
     "--exchange": ("hierarchical", "exchange"),
     "--ranks-per-host": ("2", "ranks_per_host"),
     "--between-hosts": ("gather", "between_hosts"),
+    "--dense-fallback": ("measured", "dense_fallback"),
 }
 LOW_BIT = ["--values", "int2"]
 HIERARCHICAL = ["--exchange", "hierarchical"]
@@ -42,6 +43,7 @@ REFUSED = [
     ("none", LOW_BIT, "--values is for --method dgc,"),
     ("fp16", [*LOW_BIT, "--level", "min"], "--values is for --method dgc,"),
     ("none", ["--granularity", "channel"], "--granularity is for --method dgc,"),
+    ("fp16", ["--dense-fallback", "measured"], "--dense-fallback is for --method dgc,"),
     ("hard_threshold", ["--density", "0.1"], "--density is for --method dgc,"),
     ("none", ["--tensorboard", "events"], "--tensorboard is for --method dgc,"),
     ("dgc", ["--level", "min"], "--level is for --values int2, int1: leave it out with --values float32"),
