@@ -1,12 +1,27 @@
 """The configuration check: ranks compare their descriptions of models and settings before they exchange payloads."""
 
 import hashlib
+import os
+import threading
 from collections.abc import Iterable, Sequence
 
 from hvd_sparse.checks import some
 
-CHECK_SECONDS = 600  # how long a rank waits for the others in a check
 DIGEST_BYTES = 32
+
+
+def timeout(text: str) -> float:
+    """Return the number of seconds that HVD_SPARSE_TIMEOUT has; ValueError unless it is above 0 and finite."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < threading.TIMEOUT_MAX:
+        raise ValueError(f"HVD_SPARSE_TIMEOUT must be a number of seconds above 0, and finite; got {text!r}")
+    return seconds
+
+
+CHECK_SECONDS = timeout(os.environ.get("HVD_SPARSE_TIMEOUT", "600"))  # how long a rank waits for the others in a check
 
 
 def digest(lines: Iterable[str]) -> bytes:
@@ -36,6 +51,6 @@ def check_failed(seconds: float) -> str:
     """Say what it means if the other ranks have not answered for so long."""
     return (
         "hvd_sparse: the other ranks did not take part in the first exchange of this compressor, or in a call for its "
-        f"state, within {seconds:.0f} s. Every rank must build its compressors in the same order, and call reset(), "
-        "load_state_dict() and state_dict(summed=True) like the others"
+        f"state, within {seconds:.0f} s (set HVD_SPARSE_TIMEOUT if ranks may be later). Every rank must build its "
+        "compressors in the same order, and call reset(), load_state_dict() and state_dict(summed=True) like the others"
     )

@@ -92,12 +92,14 @@ def require_horovod(framework: str) -> None:
     """Raise an ImportError that says how to get Horovod where there is none."""
     if importlib.util.find_spec("horovod") is None:
         switch = {"torch": "HOROVOD_WITH_PYTORCH", "tensorflow": "HOROVOD_WITH_TENSORFLOW"}[framework]
-        raise ImportError(
+        message = (
             f"hvd_sparse.{framework} needs Horovod, and {sys.executable} has none. Install it with {switch}=1 "
             "pip install --no-build-isolation --no-cache-dir horovod; where that does not compile against a newer "
-            "framework, scripts/horovod.sh in the source tree of hvd_sparse builds one that does",
-            name="horovod",
+            "framework, scripts/horovod.sh in the source tree of hvd_sparse builds one that does"
         )
+        if framework == "torch":
+            message += ". DistributedDataParallel needs no Horovod: from hvd_sparse.torch.ddp import Compression"
+        raise ImportError(message, name="horovod")
 
 
 def mpi():

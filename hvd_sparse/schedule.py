@@ -10,6 +10,7 @@ final density, not only 0.1 %, follows the same geometric law.
 
 import abc
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvd_sparse.checks import check_number, checked_density, checked_integer
@@ -91,27 +92,29 @@ def is_always_dense(schedule: Schedule) -> bool:
 
 @dataclass(frozen=True)
 class WarmUp(Schedule):
-    """Density falling geometrically to `final` over the first `steps` optimizer steps.
+    """Density falling geometrically to `final` over `steps` optimizer steps.
 
     The densities of the stages are initial * factor**i while more than 5 % above `final`; stages divide `steps` evenly,
-    and the density is `final` from step `steps` on. If `final` is at least `initial`, the density is constant. With
-    fewer steps than stages, stages are skipped. Source: Deep Gradient Compression, sections 3.3 and 4.1.
+    and the density is `final` afterwards. If `final` is at least `initial`, there are no stages. With fewer steps than
+    stages, stages are skipped. Source: Deep Gradient Compression, sections 3.3 and 4.1.
 
     Args:
         final: Density after the warm-up, in (0, 1].
         steps: Optimizer steps of the warm-up, at least 1; for no warm-up use `Constant`.
         initial: Density of the first stage, in (0, 1].
         factor: Ratio of each stage's density to the previous one's, in (0, 1).
+        begin: Optimizer steps before the warm-up, which send everything. The paper has none.
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A value is no number, or `steps` no integer.
+        TypeError: A value is no number, or `steps` or `begin` no integer.
     """
 
     final: float
     steps: int
     initial: float = 0.25
     factor: float = 0.25
+    begin: int = 0
 
     def __post_init__(self):
         object.__setattr__(self, "final", checked_density("final", self.final))
@@ -119,6 +122,7 @@ class WarmUp(Schedule):
         check_number("factor", self.factor, "in (0, 1)", lambda factor: 0.0 < factor < 1.0)
         object.__setattr__(self, "factor", float(self.factor))
         object.__setattr__(self, "steps", checked_integer("steps", self.steps, 1))
+        object.__setattr__(self, "begin", checked_integer("begin", self.begin, 0))
 
     @property
     def stages(self) -> tuple[float, ...]:
@@ -129,8 +133,8 @@ class WarmUp(Schedule):
 
     @property
     def highest(self) -> float:
-        """The density of the first stage."""
-        return max((self.final, *self.stages))
+        """The density of the first step."""
+        return 1.0 if self.begin else max((self.final, *self.stages))
 
     @property
     def settled(self) -> float:
@@ -139,15 +143,66 @@ class WarmUp(Schedule):
 
     def density(self, step: int) -> float:
         """Return the density of the stage that holds this step; ValueError for a negative step."""
-        step = checked_integer("step", step, 0)
-        stages = self.stages
-        if step >= self.steps or not stages:
-            return self.final
-        return stages[step * len(stages) // self.steps]
+        return _density_at(step, self.begin, self.steps, (*self.stages, self.final))
 
     def describe(self) -> str:
         """Return the settings as a plain string."""
-        return f"warm_up(final={self.final!r}, steps={self.steps}, initial={self.initial!r}, factor={self.factor!r})"
+        own = f"final={self.final!r}, steps={self.steps}, initial={self.initial!r}, factor={self.factor!r}"
+        return f"warm_up({own}, begin={self.begin})"
+
+
+@dataclass(frozen=True)
+class Stages(Schedule):
+    """Densities given one by one: all but the last divide `steps` evenly, and the last one stays.
+
+    Args:
+        densities: The densities in order, each in (0, 1], at least one.
+        steps: Optimizer steps of all stages but the last, at least 1.
+        begin: Optimizer steps before the first stage, which send everything.
+
+    Raises:
+        ValueError: A value is out of range, or there is no density.
+        TypeError: A value is no number, or `steps` or `begin` no integer.
+    """
+
+    densities: Sequence[float]
+    steps: int
+    begin: int = 0
+
+    def __post_init__(self):
+        if isinstance(self.densities, str) or not isinstance(self.densities, Sequence) or not self.densities:
+            raise ValueError(f"densities must be a list of numbers, such as [0.25, 0.05, 0.01]; got {self.densities!r}")
+        checked = tuple(checked_density(f"densities[{place}]", one) for place, one in enumerate(self.densities))
+        object.__setattr__(self, "densities", checked)
+        object.__setattr__(self, "steps", checked_integer("steps", self.steps, 1))
+        object.__setattr__(self, "begin", checked_integer("begin", self.begin, 0))
+
+    @property
+    def highest(self) -> float:
+        """The highest density."""
+        return 1.0 if self.begin else max(self.densities)
+
+    @property
+    def settled(self) -> float:
+        """The last density."""
+        return self.densities[-1]
+
+    def density(self, step: int) -> float:
+        """Return the density of the stage that holds this step; ValueError for a negative step."""
+        return _density_at(step, self.begin, self.steps, self.densities)
+
+    def describe(self) -> str:
+        """Return the settings as a plain string."""
+        return f"stages({self.densities!r}, steps={self.steps}, begin={self.begin})"
+
+
+def _density_at(step: int, begin: int, steps: int, densities: Sequence[float]) -> float:
+    """Return a step's density: 1 before `begin`; then all densities but the last, in `steps` steps; then the last."""
+    step = checked_integer("step", step, 0) - begin
+    if step < 0:
+        return 1.0
+    *stages, final = densities
+    return final if step >= steps or not stages else stages[step * len(stages) // steps]
 
 
 def check_one_density(density, warmup, default) -> None:

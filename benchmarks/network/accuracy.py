@@ -130,8 +130,8 @@ def write(results: list[dict], count: int, folder: Path) -> list[dict]:
     rows = summarize(results)
     lines = ["# Time to accuracy on slow networks", ""]
     lines += [
-        f"{count} hosts. Seconds until a run reaches the goal: the median of the final figures of dense training's seeds",
-        f"(DDP's, if Horovod was not run). DGC and PowerSGD train the LSTM for {LONGER} times as many steps as dense.",
+        f"{count} hosts. Seconds until a run reaches the goal: the median final figure of dense training's seeds",
+        f"(DDP's, if Horovod was not run). DGC and PowerSGD train the LSTM {LONGER} times as many steps as dense.",
     ]
     for example, spec in EXAMPLES.items():
         if all(row["example"] != example for row in rows):

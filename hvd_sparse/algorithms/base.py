@@ -29,8 +29,8 @@ Signature = TypeVar("Signature", bound=Callable[..., Any])
 
 SHARED_ARGUMENTS = {
     "PARAMETERS": """\
-    parameters: In PyTorch (name, parameter) pairs, such as `model.named_parameters()`. In TensorFlow the trainable
-        variables: a list, the model, or a function that returns them.""",
+    parameters: What the optimizer trains. In PyTorch the model, `model.named_parameters()`, or other (name, parameter)
+        pairs. In TensorFlow the trainable variables: a list, the model, or a function that returns them.""",
     "DENSITY": """\
     density: Part of the elements to send, a number in (0, 1], or a `hvd_sparse.schedule.Schedule`.
     warmup: Number of warm-up steps, in stages: the density starts at 25 % and falls by a factor of 4 per stage (Deep
@@ -100,6 +100,7 @@ def documented(method: Signature) -> Signature:
     for name, arguments in SHARED_ARGUMENTS.items():
         text = text.replace(f"    {name}", arguments)
     method.__doc__ = text
+    method.__qualname__ = f"Compression.{method.__name__}"  # as Python's messages on wrong arguments call it
     vars(method)["compress"] = _not_called(method.__name__)  # Horovod calls it if it is given the method itself
     return method
 

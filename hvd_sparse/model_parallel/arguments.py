@@ -1,12 +1,15 @@
 """Checks of what a user gives a pipeline: the loss, inputs, targets and outputs."""
 
+from typing import Literal, get_args
+
 from hvd_sparse.checks import check_choice
 
-REDUCTIONS = ("mean", "sum")
+Reduction = Literal["mean", "sum"]
+REDUCTIONS = get_args(Reduction)
 MEANS = ("mean", "batchmean", "sum_over_batch_size", "mean_with_sample_weight", "auto")  # in PyTorch and Keras
 
 
-def check_reduction(reduction: str, loss) -> None:
+def check_reduction(reduction: Reduction, loss) -> None:
     """Raise ValueError unless reduction is one of REDUCTIONS, and the one that a loss object says it does."""
     check_choice("reduction", reduction, REDUCTIONS)
     own = getattr(loss, "reduction", None)

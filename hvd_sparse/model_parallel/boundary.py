@@ -1,19 +1,20 @@
 """The settings of a boundary, for all frameworks."""
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from hvd_sparse.checks import check_choice, check_number, checked_density, checked_integer
 from hvd_sparse.wire import top_k_count
 
-THRESHOLDS = ("topk", "laplace")
+Threshold = Literal["topk", "laplace"]
+THRESHOLDS = get_args(Threshold)
 
 
 class BoundarySettings(NamedTuple):
     """The settings of a `ThresholdBoundary`, checked by `checked`."""
 
     density: float
-    threshold: str
+    threshold: Threshold
     start_dim: int
     momentum: float
     seed: int

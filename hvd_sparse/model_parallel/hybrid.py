@@ -7,7 +7,7 @@ from typing import NamedTuple
 from hvd_sparse.library import checked_communicator
 from hvd_sparse.mailbox import poll
 from hvd_sparse.model_parallel.notices import Notices, wait_for
-from hvd_sparse.model_parallel.process_grid import ProcessGrid
+from hvd_sparse.model_parallel.process_grid import Order, ProcessGrid
 
 START_TIMEOUT = 600.0  # seconds that a rank waits for the others in `hybrid`
 LEAVE_TIMEOUT = 60.0  # seconds that a rank waits for the others at its end
@@ -22,7 +22,7 @@ class Hybrid(NamedTuple):
     communicator: object
 
 
-def hybrid(hvd, stages: int, order: str = "pipeline") -> Hybrid:
+def hybrid(hvd, stages: int, order: Order = "pipeline") -> Hybrid:
     """Start Horovod with one process set per stage; call it in place of `hvd.init()`, on every rank.
 
     hvd: `horovod.torch` or `horovod.tensorflow`. stages: number of stages per replica; it must divide the world size.

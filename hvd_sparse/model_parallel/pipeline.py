@@ -10,12 +10,12 @@ from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_choice, check_seconds, checked_integer
 from hvd_sparse.library import checked_communicator
 from hvd_sparse.model_parallel import message, tree
-from hvd_sparse.model_parallel.arguments import check_reduction, checked_rows
+from hvd_sparse.model_parallel.arguments import Reduction, check_reduction, checked_rows
 from hvd_sparse.model_parallel.batch import Batch, MicroBatch
 from hvd_sparse.model_parallel.channel import Channel
 from hvd_sparse.model_parallel.message import CALL, MOST_MICRO_BATCHES, TARGETS_FOLLOW, Head, Kind, Tensor
 from hvd_sparse.model_parallel.notices import PipelineError
-from hvd_sparse.model_parallel.schedule import FORWARD, SCHEDULES, split_rows
+from hvd_sparse.model_parallel.schedule import FORWARD, SCHEDULES, Schedule, split_rows
 from hvd_sparse.model_parallel.traffic import PipelineTraffic
 
 TIMEOUT = 600.0  # seconds
@@ -31,9 +31,9 @@ class Pipeline(abc.ABC):
         boundaries,
         communicator,
         micro_batches: int,
-        schedule: str,
+        schedule: Schedule,
         loss,
-        reduction: str,
+        reduction: Reduction,
         timeout: float,
     ):
         communicator = checked_communicator(communicator)

@@ -1,10 +1,11 @@
 """The stage and the replica of each rank."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from hvd_sparse.checks import check_choice, checked_integer
 
-ORDERS = ("pipeline", "replica")
+Order = Literal["pipeline", "replica"]
+ORDERS = get_args(Order)
 
 
 class ProcessGrid(NamedTuple):
@@ -17,7 +18,7 @@ class ProcessGrid(NamedTuple):
     rank: int
     size: int
     stages: int
-    order: str = "pipeline"
+    order: Order = "pipeline"
 
     def checked(self) -> "ProcessGrid":
         """Return the grid with Python's numbers.

@@ -1,5 +1,9 @@
 """The order in which a stage runs forward and backward of its micro-batches."""
 
+from collections.abc import Callable
+from typing import Literal
+
+Schedule = Literal["gpipe", "1f1b"]
 FORWARD, BACKWARD = "forward", "backward"
 Steps = list[tuple[str, int]]  # (forward or backward, micro-batch)
 
@@ -22,7 +26,7 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> Ste
     return steps + [(BACKWARD, m) for m in range(micro_batches - ahead, micro_batches)]
 
 
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
+SCHEDULES: dict[Schedule, Callable[[int, int, int], Steps]] = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
 
 
 def split_rows(rows: int, micro_batches: int) -> list[int]:

@@ -6,10 +6,12 @@ answer has all changed elements unless `pull_density` is set (secondary compress
 """
 
 import functools
+import inspect
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from hvd_sparse.algorithms import CODINGS, SCOPES, WIRE_VALUES
+from hvd_sparse.algorithms.base import Coding, Level, Scope, WireValues
 from hvd_sparse.algorithms.threshold import check_lifespan
 from hvd_sparse.checks import check_bool, check_choice, check_number, checked_density, checked_integer
 from hvd_sparse.schedule import Schedule, check_one_density, is_always_dense, make_schedule
@@ -43,12 +45,12 @@ class Method:
     density: float | Schedule = 0.01
     warmup: int | Schedule | None = None
     pull_density: float | None = None
-    scope: str = "tensor"
+    scope: Scope = "tensor"
     min_numel: int = 1024
-    coding: str = "auto"
-    values: str = "float32"
-    pull_values: str = "float32"
-    level: str = "mean"
+    coding: Coding = "auto"
+    values: WireValues = "float32"
+    pull_values: WireValues = "float32"
+    level: Level = "mean"
     seed: int = 0
 
     name: ClassVar[str]
@@ -106,6 +108,14 @@ class Method:
         return [f"method = {self.name}", *lines, f"density = {self.schedule.describe()}"]
 
 
+def documented(method: type[Method]) -> type[Method]:
+    """Replace `Others` in a method's docstring by the arguments of `Method`."""
+    shared = inspect.cleandoc(Method.__doc__ or "").split("Args:\n")[1].split("\n\nRaises:")[0]
+    method.__doc__ = inspect.cleandoc(method.__doc__ or "").replace("    Others: Those of `Method`.", shared)
+    return method
+
+
+@documented
 @dataclass(frozen=True, kw_only=True)
 class DGS(Method):
     """Dual-way gradient sparsification with SAMomentum (Algorithm 3, section 4.3.2).
@@ -130,6 +140,7 @@ class DGS(Method):
         return self.momentum
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class DGCAsync(Method):
     """Deep Gradient Compression on asynchronous workers: momentum correction, momentum factor masking (section 5).
@@ -148,26 +159,32 @@ class DGCAsync(Method):
     masks_velocity: ClassVar[bool] = True
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class GradientDroppingAsync(Method):
-    """Gradient Dropping on asynchronous workers (Algorithm 1; Aji and Heafield, 2017): a residual, no momentum."""
+    """Gradient Dropping on asynchronous workers (Algorithm 1; Aji and Heafield, 2017): a residual, no momentum.
+
+    Args:
+        Others: Those of `Method`.
+    """
 
     name: ClassVar[str] = "gd_async"
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class DCTAsync(Method):
     """Dynamic Communication Thresholding on asynchronous workers (Gupta et al., 2021, Algorithm 1, section 3.3).
 
     A residual, no momentum. A tensor's threshold is that of its k largest elements, and is then used for a number of
-    the worker's pushes. Difference from the paper: each worker has a residual; threads do not share one.
+    the worker's pushes. The scope is always "tensor". Difference from the paper: each worker has a residual; threads do
+    not share one.
 
     Args:
         lifespan: Number of pushes that use one threshold; the first thresholds are used for fewer (1, 2, 4, ...).
         drain: Number of pushes in which a tensor sends its whole residual about once; None: never.
         band: A threshold is renewed in the next push if more than `band` times k elements reached it, or fewer than
             k / `band`; None: only in its turn, as in the paper.
-        scope: Always "tensor".
         Others: Those of `Method`.
     """
 

@@ -1,11 +1,12 @@
 """Which ranks train, and which serve."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from hvd_sparse.checks import checked_integer
 from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import Method
 
+Servers = int | Literal["colocated"]
 COLOCATED = "colocated"
 MOST_THREADS = 16  # of a rank, each with its own tags
 
@@ -42,7 +43,7 @@ class Placement(NamedTuple):
         return number - self.servers.index(self.servers[number])
 
 
-def place(ranks: int, servers: int | str, threads: int = 1) -> Placement:
+def place(ranks: int, servers: Servers, threads: int = 1) -> Placement:
     """Assign roles to ranks. The last `servers` ranks serve; with "colocated", every rank trains and serves.
 
     threads: servers on each of these ranks.

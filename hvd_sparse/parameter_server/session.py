@@ -17,7 +17,7 @@ from hvd_sparse.library import checked_communicator
 from hvd_sparse.parameter_server.connection import Connection, Heartbeat, described
 from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import Method, check_method
-from hvd_sparse.parameter_server.placement import place
+from hvd_sparse.parameter_server.placement import Servers, place
 from hvd_sparse.parameter_server.server import departures
 from hvd_sparse.parameter_server.serving import LocalServers
 from hvd_sparse.parameter_server.summary import summary
@@ -59,7 +59,7 @@ class Session:
         buffers: Mapping[str, np.ndarray] | None = None,
         frozen: Iterable[np.ndarray] = (),
         *,
-        servers: int | str = 1,
+        servers: Servers = 1,
         threads: int = 1,
         overlap: bool = False,
         restore: str | None = None,

@@ -21,7 +21,7 @@ changed variables. So 16-bit variables accumulate no rounding errors.
 
 import io
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
@@ -65,7 +65,7 @@ def connect(
     model: Any,
     method: Method,
     *,
-    servers: int | str = 1,
+    servers: int | Literal["colocated"] = 1,
     threads: int = 1,
     overlap: bool = False,
     restore: str | None = None,

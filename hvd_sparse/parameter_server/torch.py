@@ -15,7 +15,7 @@ such as batch counts, and buffers that appear or change their size after `connec
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -58,7 +58,7 @@ def connect(
     model: torch.nn.Module | Named,
     method: Method,
     *,
-    servers: int | str = 1,
+    servers: int | Literal["colocated"] = 1,
     threads: int = 1,
     overlap: bool = False,
     restore: str | None = None,

@@ -64,7 +64,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
             ranks, or a reduction other than Sum and Average.
         TypeError: Arguments of another type.
         RuntimeError: When a step is traced: `tf.config.run_functions_eagerly`, Keras 3's optimizers, ranks that do not
-            call within 600 s.
+            call within 600 s (the environment variable HVD_SPARSE_TIMEOUT).
         tf.errors.InvalidArgumentError: In a step: `hvd.join()`, ranks at different steps, damaged payloads.
     """
 

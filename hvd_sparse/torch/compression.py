@@ -6,7 +6,6 @@ and gradient_predivide_factor work as usual.
 """
 
 import weakref
-from collections.abc import Iterable
 
 import horovod.torch as hvd
 import torch
@@ -24,6 +23,7 @@ from hvd_sparse.torch.device import is_cuda
 from hvd_sparse.torch.elastic import CompressionStateHandler
 from hvd_sparse.torch.in_flight import extra_reference
 from hvd_sparse.torch.optimizer_checks import DISCARDED, have_gradients
+from hvd_sparse.torch.parameters import NamedParameters
 from hvd_sparse.torch.tokens import reduction_scale
 from hvd_sparse.units import REDUCTION_UNKNOWN, REDUCTIONS, Units, reduction_differs
 
@@ -48,7 +48,7 @@ class SparseCompressor(Compressor):
 
     Args:
         algorithm: The settings of a method, from `hvd_sparse.algorithms`.
-        named_parameters: The (name, parameter) pairs of the optimizer.
+        parameters: What the optimizer trains: the model, or (name, parameter) pairs.
         process_set: The optimizer's `hvd.ProcessSet`; None: all ranks.
 
     Raises:
@@ -59,11 +59,9 @@ class SparseCompressor(Compressor):
             changed after backward; on a CUDA device, payloads that were damaged in the step before.
     """
 
-    def __init__(
-        self, algorithm: Algorithm, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], process_set=None
-    ):
+    def __init__(self, algorithm: Algorithm, parameters: NamedParameters, process_set=None):
         self._collectives = HorovodCollectives(process_set)
-        super().__init__(algorithm, named_parameters, self._collectives)
+        super().__init__(algorithm, parameters, self._collectives)
         self._open: set[str] = set()  # compressed, not yet decompressed
         self._references: list[torch.Tensor] = []  # gradients that Horovod all-reduces
         self._optimizers = SharedUse()
@@ -295,7 +293,7 @@ class SparseCompressor(Compressor):
 get_handler_registry().append((SparseCompressor, CompressionStateHandler))
 
 
-class Compression(CompressionMethods[Iterable[tuple[str, torch.nn.Parameter]], SparseCompressor]):
+class Compression(CompressionMethods[NamedParameters, SparseCompressor]):
     """The compressors, named like Horovod's `Compression`: `Compression.dgc(model.named_parameters(), ...)`.
 
     Pass the named parameters of the optimizer. Build one compressor per optimizer, in the same order on every rank.

@@ -3,7 +3,6 @@
 import abc
 import hashlib
 import threading
-from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -21,7 +20,7 @@ from hvd_sparse.torch.hierarchical import HierarchicalStep
 from hvd_sparse.torch.norm import sum_of_squares
 from hvd_sparse.torch.optimizer_checks import OptimizerChecks
 from hvd_sparse.torch.optimizer_step import OptimizerStep
-from hvd_sparse.torch.parameters import Parameters
+from hvd_sparse.torch.parameters import NamedParameters, Parameters
 from hvd_sparse.torch.state import gather_state, restore_state
 from hvd_sparse.torch.step import Step
 from hvd_sparse.torch.traffic import Traffic
@@ -53,11 +52,11 @@ class Compressor(abc.ABC):
     def __init__(
         self,
         algorithm: Algorithm,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        parameters: NamedParameters,
         collectives: Collectives,
     ):
         self.algorithm = algorithm
-        self._parameters = Parameters(named_parameters)
+        self._parameters = Parameters(parameters)
         self._traffic = Traffic()
         self._exchange = Exchange(collectives, self._traffic)
         kind = HierarchicalStep if algorithm.is_hierarchical else Step
@@ -146,7 +145,8 @@ class Compressor(abc.ABC):
             A dictionary of copies, for `torch.save`; `hvd_sparse.checkpoint` has its layout.
 
         Raises:
-            RuntimeError: With `summed`: another rank is in a step, or did not call within 600 s.
+            RuntimeError: With `summed`: another rank is in a step, or did not call within 600 s (the environment
+                variable HVD_SPARSE_TIMEOUT).
         """
         if self._under_way and self._exchange.collectives.is_first():
             warn(WITHIN_A_STEP)

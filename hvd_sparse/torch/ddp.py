@@ -9,7 +9,6 @@ bucket's gradients and starts to send messages during the backward pass. The las
 """
 
 import weakref
-from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -26,6 +25,7 @@ from hvd_sparse.torch.collectives.distributed import DistributedCollectives
 from hvd_sparse.torch.compressor import Compressor
 from hvd_sparse.torch.exchange import Pending
 from hvd_sparse.torch.optimizer_checks import TWO_PASSES
+from hvd_sparse.torch.parameters import NamedParameters
 from hvd_sparse.units import Units
 
 
@@ -56,7 +56,7 @@ class DDPCompressor(Compressor):
 
     Args:
         algorithm: The settings of a method, from `hvd_sparse.algorithms`.
-        named_parameters: The (name, parameter) pairs of the model.
+        parameters: The model, or its (name, parameter) pairs.
         process_group: The model's `torch.distributed.ProcessGroup`; None: all ranks.
 
     Raises:
@@ -70,11 +70,11 @@ class DDPCompressor(Compressor):
     def __init__(
         self,
         algorithm: Algorithm,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        parameters: NamedParameters,
         process_group: dist.ProcessGroup | None = None,
     ):
         self._collectives = DistributedCollectives(process_group)
-        super().__init__(algorithm, named_parameters, self._collectives)
+        super().__init__(algorithm, parameters, self._collectives)
         self._collectives.device = self._parameters.device
         self._names = {id(self._parameters[name]): name for name in self._parameters}
         self._model: weakref.ref[DistributedDataParallel] | None = None  # it keeps the hook, and so this compressor
@@ -333,7 +333,7 @@ class DDPCompressor(Compressor):
         return [*super()._description(), f"parameters may be left out = {self._leaves_out()}", views]
 
 
-class Compression(CompressionMethods[Iterable[tuple[str, torch.nn.Parameter]], DDPCompressor]):
+class Compression(CompressionMethods[NamedParameters, DDPCompressor]):
     """Makes compressors for DistributedDataParallel: `Compression.dgc(model.named_parameters(), ...)`.
 
     Methods and arguments are the same as in `hvd_sparse.torch.Compression`, but `process_set` takes the model's process

@@ -1,11 +1,12 @@
 """Finds the parameter that a gradient belongs to. Horovod passes gradients to a compressor without their names."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 
 import torch
 
 from hvd_sparse.frames import frames, local
 
+NamedParameters = torch.nn.Module | Mapping[str, torch.nn.Parameter] | Iterable[tuple[str, torch.nn.Parameter]]
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -13,30 +14,28 @@ class Parameters:
     """The named parameters of one compressor.
 
     Args:
-        named_parameters: (name, Parameter) pairs. A tied weight with several names keeps the first name. A frozen
-            parameter of a dtype that cannot train, such as integers, is left out.
+        parameters: A model, a mapping of names to parameters, or (name, Parameter) pairs. A tied weight with several
+            names keeps the first name. A frozen parameter of a dtype that cannot train, such as integers, is left out.
 
     Raises:
-        TypeError: An entry is not a (name, Parameter) pair, or a trainable parameter has an unsupported dtype.
+        TypeError: It is none of these, an entry is not a (name, Parameter) pair, or a trainable parameter has an
+            unsupported dtype.
         ValueError: A name occurs twice, no parameter can train, or the parameters are on several devices.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]):
-        if isinstance(named_parameters, torch.nn.Module):
-            raise TypeError("named_parameters must be model.named_parameters(), got the model")
+    def __init__(self, parameters: NamedParameters):
         self._by_name: dict[str, torch.nn.Parameter] = {}
         seen: set[int] = set()
-        for pair in list(named_parameters):
-            name, parameter = _checked_pair(pair)
+        for name, parameter in _pairs(parameters):
             if name in self._by_name:
-                raise ValueError(f"named_parameters must have unique names, got {name!r} twice")
+                raise ValueError(f"parameters must have unique names, got {name!r} twice")
             if id(parameter) not in seen and can_train(parameter):
                 seen.add(id(parameter))
                 self._by_name[name] = parameter
         if not self._by_name:
             raise ValueError(
-                "named_parameters is empty, or none of them can train; pass model.named_parameters() (an iterator "
-                "serves only once)"
+                "parameters is empty, or none of them can train; pass the model, or model.named_parameters() anew (an "
+                "iterator serves only once)"
             )
         self.device = _device_of(self._by_name)
         self._names = list(self._by_name)
@@ -117,11 +116,22 @@ def can_train(parameter: torch.Tensor) -> bool:
     return parameter.dtype in DTYPES
 
 
+def _pairs(parameters: NamedParameters) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return (name, parameter) pairs; TypeError or ValueError, naming what is wrong."""
+    if isinstance(parameters, torch.nn.Module):
+        return [_checked_pair(pair) for pair in parameters.named_parameters()]
+    if isinstance(parameters, Mapping):
+        return [_checked_pair(pair) for pair in parameters.items()]
+    if not isinstance(parameters, Iterable):
+        raise TypeError(f"parameters must be the model or model.named_parameters(), got {type(parameters).__name__}")
+    return [_checked_pair(pair) for pair in list(parameters)]
+
+
 def _checked_pair(pair) -> tuple[str, torch.nn.Parameter]:
     if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
         raise TypeError(
-            "named_parameters must be (name, parameter) pairs, as from model.named_parameters(); got "
-            f"{type(pair).__name__}"
+            "parameters must be the model or (name, parameter) pairs, as from model.named_parameters(); got entries of "
+            f"type {type(pair).__name__}"
         )
     name, parameter = pair
     if not isinstance(parameter, torch.Tensor):

@@ -219,3 +219,24 @@ def test_two_overlapping_process_sets(scope):
                 assert models[number][f"{number}.scale"].grad.item() == exact
     finally:
         assert all([hvd.remove_process_set(members) for members in sets])
+
+
+def test_the_model_and_a_mapping_are_as_good_as_pairs():
+    results = []
+    for form in (lambda model: model, lambda model: dict(model.named_parameters()), lambda m: m.named_parameters()):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.ReLU(), torch.nn.Linear(30, 20))
+        compression = Compression.dgc(form(model), density=0.1, min_numel=100)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression=compression
+        )
+        for t in range(3):
+            optimizer.zero_grad()
+            model(torch.from_numpy(draw({"x": (5, 40)}, t, hvd.rank())["x"]).float()).square().sum().backward()
+            optimizer.step()
+        memory = compression.state_dict()["memory"].items()
+        buffers = [(f"{name}.{kind}", buffer) for name, own in memory for kind, buffer in own.items()]
+        results.append([*model.state_dict().items(), *buffers])
+    for other in results[1:]:
+        for (name, found), (expected_name, expected) in zip(other, results[0], strict=True):
+            assert name == expected_name and torch.equal(found, expected)

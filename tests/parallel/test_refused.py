@@ -273,11 +273,12 @@ def test_parameters_without_a_real_gradient(dtype):
 def test_parameters_in_another_form():
     parameter = torch.nn.Parameter(torch.zeros(3))
     for wrong, error, message in (
-        ([parameter], TypeError, "pairs"),
+        ([parameter], TypeError, "parameters must be the model or .* pairs.* entries of type Parameter"),
         ([], ValueError, "empty"),
         ([("a", parameter), ("a", torch.nn.Parameter(torch.zeros(2)))], ValueError, "'a' twice"),
         ([("a", np.zeros(3))], TypeError, "a: a parameter must be a torch.Tensor"),
-        (torch.nn.Linear(2, 2), TypeError, r"must be model.named_parameters\(\), got the model"),
+        (torch.nn.ReLU(), ValueError, "parameters is empty"),
+        (torch.optim.SGD([parameter], lr=0.1), TypeError, r"must be the model or model.named_parameters\(\), got SGD"),
     ):
         with pytest.raises(error, match=message):
             Compression.dgc(wrong)

@@ -119,8 +119,10 @@ def test_ninja_builds_where_there_is_no_make(unpacked, tmp_path):
 def test_a_missing_horovod_is_named(monkeypatch, framework, switch):
     monkeypatch.setitem(sys.modules, "horovod", None)  # as if it were not installed
     package = getattr(hvd_sparse, framework)
-    with pytest.raises(ImportError, match=f"needs Horovod, and .* has none.*HOROVOD_WITH_{switch}=1 pip install"):
+    told = f"needs Horovod, and .* has none.*HOROVOD_WITH_{switch}=1 pip install"
+    with pytest.raises(ImportError, match=told) as found:
         _ = package.Compression
+    assert ("DistributedDataParallel needs no Horovod" in str(found.value)) == (framework == "torch")
 
 
 def test_a_missing_mpi4py_is_named(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_sparse.schedule import Constant, Schedule, WarmUp, make_schedule
+from hvd_sparse.schedule import Constant, Schedule, Stages, WarmUp, make_schedule
 
 
 def test_paper_stages():
@@ -59,6 +59,45 @@ def test_other_factor_and_start():
     assert [schedule.density(step) for step in (0, 2, 3, 5, 6)] == [1.0, 1.0, 0.1, 0.1, 0.01]
 
 
+def test_a_warm_up_that_begins_later_is_dense_before():
+    """As PowerSGD's `start_powerSGD_iter` and PaddlePaddle's `rampup_begin_step`."""
+    later, plain = WarmUp(0.001, 8, begin=5), WarmUp(0.001, 8)
+    assert [later.density(step) for step in range(5)] == [1.0] * 5
+    assert [later.density(5 + step) for step in range(12)] == [plain.density(step) for step in range(12)]
+    assert (later.highest, plain.highest) == (1.0, 0.25)
+    assert (later.settled, later.planned, plain.planned) == (0.001, 0.001, 0.001)
+    assert later.describe() != plain.describe()
+
+
+def test_densities_one_by_one():
+    """PaddlePaddle's `sparsity=[0.75, 0.9, 0.99]` with `rampup_begin_step=2, rampup_step=4`."""
+    schedule = Stages([0.25, 0.1, 0.01], steps=4, begin=2)
+    assert [schedule.density(step) for step in range(8)] == [1.0, 1.0, 0.25, 0.25, 0.1, 0.1, 0.01, 0.01]
+    assert (schedule.highest, schedule.settled, schedule.planned) == (1.0, 0.01, 0.01)
+    assert (Stages([0.1, 0.25], 3).highest, Stages([0.1, 0.25], 3).settled) == (0.25, 0.25)
+    assert [Stages([0.5], 3).density(step) for step in (0, 2, 3)] == [0.5] * 3
+    assert Stages((0.25, 0.01), 4).describe() == Stages([0.25, 0.01], np.int64(4)).describe()
+    different = [Stages([0.25, 0.01], 4), Stages([0.25, 0.01], 5), Stages([0.2, 0.01], 4), Stages([0.25, 0.01], 4, 1)]
+    assert len({one.describe() for one in different}) == 4
+
+
+@pytest.mark.parametrize("densities", [[], (), "0.1", 0.1, None])
+def test_densities_in_another_form(densities):
+    with pytest.raises(ValueError, match=r"densities must be a list of numbers, such as \[0.25, .*; got"):
+        Stages(densities, 3)
+
+
+def test_what_stages_refuse():
+    with pytest.raises(ValueError, match=r"^densities\[1\] must be in \(0, 1\], got 2"):
+        Stages([0.1, 2], 3)
+    with pytest.raises(ValueError, match="begin must be an integer of at least 0, got -1"):
+        Stages([0.1], 3, begin=-1)
+    with pytest.raises(ValueError, match="begin must be an integer of at least 0, got -1"):
+        WarmUp(0.1, 3, begin=-1)
+    with pytest.raises(ValueError, match="steps must be an integer of at least 1, got 0"):
+        Stages([0.1], 0)
+
+
 @given(st.floats(1e-6, 1), st.integers(1, 2000), st.floats(0.01, 1), st.floats(0.05, 0.99))
 @settings(deadline=None)
 def test_density_never_rises_and_ends_at_final(final, steps, initial, factor):
@@ -78,7 +117,7 @@ def test_constant():
     assert [Constant(0.01).density(step) for step in (0, 1, 10**12)] == [0.01] * 3
 
 
-@pytest.mark.parametrize("schedule", [Constant(0.01), WarmUp(0.001, 100)])
+@pytest.mark.parametrize("schedule", [Constant(0.01), WarmUp(0.001, 100), WarmUp(0.001, 9, begin=9), Stages([0.1], 5)])
 def test_negative_step(schedule):
     with pytest.raises(ValueError, match="step must be an integer of at least 0, got -1"):
         schedule.density(-1)

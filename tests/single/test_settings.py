@@ -10,7 +10,7 @@ import pytest
 
 from hvd_sparse.algorithms import Settings
 from hvd_sparse.buckets import plan_buckets
-from hvd_sparse.configuration_check import digest, explain_difference
+from hvd_sparse.configuration_check import digest, explain_difference, timeout
 from hvd_sparse.parameter_server import DGS, DCTAsync
 from hvd_sparse.schedule import WarmUp
 from hvd_sparse.threshold import ThresholdHint
@@ -174,12 +174,12 @@ def test_descriptions_have_each_setting_once():
     names = [line.partition(" = ")[0] for line in lines]
     arguments = set(inspect.signature(Settings.dgc).parameters) - {"parameters", "process_set"}
     assert sorted(names) == sorted(arguments - {"warmup", "weight_decay"} | {"hvd_sparse", "method"})
-    assert "density = warm_up(final=0.01, steps=100, initial=0.25, factor=0.25)" in lines
+    assert "density = warm_up(final=0.01, steps=100, initial=0.25, factor=0.25, begin=0)" in lines
     assert "weight_decay = 0.1" in Settings.dgc(None, weight_decay=0.1).describe()
     lines = DGS(density=0.01, warmup=100).describe()
     names = [line.partition(" = ")[0] for line in lines]
     assert sorted(names) == sorted({field.name for field in fields(DGS)} - {"warmup"} | {"method"})
-    assert "density = warm_up(final=0.01, steps=100, initial=0.25, factor=0.25)" in lines
+    assert "density = warm_up(final=0.01, steps=100, initial=0.25, factor=0.25, begin=0)" in lines
 
 
 @pytest.mark.parametrize(
@@ -192,3 +192,13 @@ def test_a_density_that_contradicts_the_warm_up_is_refused(make):
         ValueError, match=r"density \(or sparsity\) must be left out when warmup is a Schedule.*got density=0.05"
     ):
         make(density=0.05, warmup=warmup)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "ten", "", "1e300"])
+def test_a_timeout_that_is_no_number_of_seconds_is_named(text):
+    with pytest.raises(ValueError, match=f"HVD_SPARSE_TIMEOUT must be a number of seconds above 0.* got {text!r}"):
+        timeout(text)
+
+
+def test_a_timeout_in_seconds():
+    assert (timeout("600"), timeout("0.5"), timeout("1e5")) == (600.0, 0.5, 1e5)

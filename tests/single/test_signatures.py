@@ -8,6 +8,7 @@ from dataclasses import fields
 import pytest
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods, Settings
+from hvd_sparse.parameter_server import METHODS as ASYNCHRONOUS
 
 NAMES = sorted(name for name in dir(CompressionMethods) if not name.startswith("_"))
 REQUIRED = {"hard_threshold": {"value": 1.0}}
@@ -63,3 +64,18 @@ def test_the_frameworks_add_nothing(framework):
         assert ours.__func__ is getattr(CompressionMethods, name).__func__
         with pytest.raises(TypeError, match="densty"):
             ours([], densty=0.1)
+
+
+def test_a_wrong_argument_is_reported_with_the_name_that_users_know():
+    with pytest.raises(TypeError, match=r"^Compression\.dgc\(\) got an unexpected keyword argument 'compress_ratio'"):
+        Settings.dgc(None, compress_ratio=0.1)
+
+
+@pytest.mark.parametrize("method", ASYNCHRONOUS.values(), ids=ASYNCHRONOUS)
+def test_asynchronous_methods_document_every_argument(method):
+    text = inspect.getdoc(method)
+    if "Args:" in text:
+        named = [field.name for field in fields(method)]
+        assert all(text.count(f"\n    {name}: ") == 1 for name in named), named
+    else:
+        assert issubclass(method, ASYNCHRONOUS["asgd"])  # dense

@@ -13,13 +13,14 @@ from hvd_sparse.mailbox import DamagedMessage
 from hvd_sparse.model_parallel import PipelineError, ProcessGrid
 from hvd_sparse.model_parallel import hybrid as _hybrid
 from hvd_sparse.model_parallel.hybrid import Hybrid
+from hvd_sparse.model_parallel.process_grid import Order
 from hvd_sparse.model_parallel.tensorflow.boundary import ThresholdBoundary
 from hvd_sparse.model_parallel.tensorflow.pipeline import Pipeline
 
 __all__ = ["DamagedMessage", "Hybrid", "Pipeline", "PipelineError", "ProcessGrid", "ThresholdBoundary", "hybrid"]
 
 
-def hybrid(stages: int, order: str = "pipeline") -> Hybrid:
+def hybrid(stages: int, order: Order = "pipeline") -> Hybrid:
     """Start Horovod with one process set per stage; call it in place of `hvd.init()`, on every rank.
 
     If an error ends one rank, the others raise PipelineError in their current or next step, or show the reason below

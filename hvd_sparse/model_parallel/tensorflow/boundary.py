@@ -13,7 +13,7 @@ import math
 
 import tensorflow as tf
 
-from hvd_sparse.model_parallel.boundary import BoundarySettings
+from hvd_sparse.model_parallel.boundary import BoundarySettings, Threshold
 from hvd_sparse.tensorflow import row_ops as ops
 
 UNCAST = (
@@ -57,7 +57,7 @@ class ThresholdBoundary(tf.keras.layers.Layer):
     def __init__(
         self,
         density: float,
-        threshold: str = "topk",
+        threshold: Threshold = "topk",
         *,
         start_dim: int = 1,
         momentum: float = 0.1,

@@ -7,7 +7,7 @@ stays visible; with "laplace", evaluation uses a running mean of thresholds (the
 
 import torch
 
-from hvd_sparse.model_parallel.boundary import BoundarySettings
+from hvd_sparse.model_parallel.boundary import BoundarySettings, Threshold
 from hvd_sparse.torch import row_ops as ops
 
 
@@ -40,7 +40,7 @@ class ThresholdBoundary(torch.nn.Module):
     def __init__(
         self,
         density: float,
-        threshold: str = "topk",
+        threshold: Threshold = "topk",
         *,
         start_dim: int = 1,
         momentum: float = 0.1,

@@ -8,9 +8,10 @@ import torch
 
 from hvd_sparse.model_parallel import message, tree
 from hvd_sparse.model_parallel import pipeline as shared
-from hvd_sparse.model_parallel.arguments import check_samples, checked_dtype
+from hvd_sparse.model_parallel.arguments import Reduction, check_samples, checked_dtype
 from hvd_sparse.model_parallel.batch import MicroBatch
 from hvd_sparse.model_parallel.message import Tensor
+from hvd_sparse.model_parallel.schedule import Schedule
 from hvd_sparse.model_parallel.torch.boundary import ThresholdBoundary
 
 DTYPES = {getattr(torch, name): name for name in message.DTYPES if hasattr(torch, name)}
@@ -58,9 +59,9 @@ class Pipeline(shared.Pipeline):
         *,
         boundary: Boundary | Mapping[str, Boundary] = None,
         micro_batches: int = 1,
-        schedule: str = "gpipe",
+        schedule: Schedule = "gpipe",
         loss: Callable | None = None,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         timeout: float = shared.TIMEOUT,
         communicator=None,
     ):
