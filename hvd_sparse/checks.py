@@ -1,9 +1,10 @@
 """Checks of arguments: errors name the argument, the received value and the expected ones."""
 
+import inspect
 import math
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 MOST_SHOWN = 3  # entries of a list in an error message
 
@@ -18,6 +19,27 @@ def check_bool(name: str, value: bool) -> None:
     """Raise TypeError unless value is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_names(argument: str, given: Collection[str], names: Sequence[str]) -> None:
+    """Raise ValueError, with some of the parameters' names, if an argument has a name that none of them has."""
+    unknown = sorted(set(given) - set(names), key=str)
+    if unknown:
+        raise ValueError(
+            f"{argument} has {', '.join(map(repr, unknown[:5]))}, which no parameter is called; the names are "
+            f"{', '.join(map(repr, names[:5]))}{', ...' if len(names) > 5 else ''}"
+        )
+
+
+def takes_name_and_parameter(function: Callable) -> bool:
+    """Return whether a function can be called with two arguments, as far as its signature is known."""
+    try:
+        inspect.signature(function).bind("name", None)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in function whose signature is unknown
+        pass
+    return True
 
 
 def check_number(name: str, value: float, expected: str, holds) -> None:

@@ -92,12 +92,14 @@ def find_hierarchy(
 
 
 def algorithm_between_hosts(algorithm: Algorithm, weight_decays: Mapping[str, float]) -> Algorithm:
-    """Return the method of a column: without clipping, as gradients are clipped before the sum, and without min_numel.
+    """Return the method of a column, which compresses all of its tensors.
+
+    It does not clip, as gradients are clipped before the sum.
 
     weight_decays: of each sharded tensor.
     """
     names = {field.name for field in dataclasses.fields(algorithm)}
-    settings: dict = {"min_numel": 0, "exchange": "gather", "ranks_per_host": None}
+    settings: dict = {"dense": (), "min_numel": 0, "exchange": "gather", "ranks_per_host": None}
     if "between_hosts" in names:
         settings |= {"exchange": algorithm.between_hosts, "between_hosts": "auto"}
     if "clip_norm" in names:

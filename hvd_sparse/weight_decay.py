@@ -1,9 +1,8 @@
 """Weight decay: one number for all parameters, or one per parameter."""
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 
-from hvd_sparse.checks import check_number
+from hvd_sparse.checks import check_names, check_number, takes_name_and_parameter
 
 WeightDecay = float | Mapping[str, float] | Callable[[str, object], float]
 
@@ -13,12 +12,7 @@ def weight_decays(given: WeightDecay, parameters: Iterable[tuple[str, object]]) 
     check_weight_decay(given)
     pairs = list(parameters)
     if isinstance(given, Mapping):
-        unknown = sorted(set(given) - {name for name, _ in pairs}, key=str)
-        if unknown:
-            raise ValueError(
-                f"weight_decay has {', '.join(map(repr, unknown[:5]))}, which no parameter is called; the names "
-                f"are {', '.join(repr(name) for name, _ in pairs[:5])}{', ...' if len(pairs) > 5 else ''}"
-            )
+        check_names("weight_decay", given, [name for name, _ in pairs])
         return {name: float(given.get(name, 0.0)) for name, _ in pairs}
     if not callable(given):
         return {name: float(given) for name, _ in pairs}
@@ -40,18 +34,8 @@ def check_weight_decay(given: WeightDecay) -> None:
             check_decay(f"weight_decay[{name!r}]", value)
     elif not callable(given):
         check_decay("weight_decay", given)
-    elif not _takes_two(given):
+    elif not takes_name_and_parameter(given):
         raise TypeError(f"weight_decay must be a function of name and parameter, got {given!r} of other arguments")
-
-
-def _takes_two(function: Callable) -> bool:
-    try:
-        inspect.signature(function).bind("name", None)
-    except TypeError:
-        return False
-    except ValueError:  # a built-in function whose signature is unknown
-        pass
-    return True
 
 
 def check_decay(what: str, value) -> None:

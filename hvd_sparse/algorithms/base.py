@@ -4,11 +4,12 @@ import abc
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_choice, checked_integer
+from hvd_sparse.dense_parameters import DenseParameters, checked_dense, dense_names
 from hvd_sparse.schedule import Schedule, check_one_density, make_schedule
 from hvd_sparse.wire import LEVELS
 
@@ -66,6 +67,9 @@ SHARED_ARGUMENTS = {
     ranks_per_host: With `exchange="hierarchical"`, the number of consecutive ranks on each host, or a list with one
         number per host. None: from the host names.""",
     "SHARED": """\
+    dense: The parameters that are sent dense whatever their size, as those below min_numel: such as an embedding, the
+        output layer or all normalisation. A collection of their names, or a function of name and parameter that returns
+        a bool.
     min_numel: Tensors of fewer elements are sent dense.
     coding: Coding of positions: "run_length" (16-bit run lengths), "elias_fano", "bitmap", or "auto", the smallest. No
         effect in `random_k`, which sends no positions.
@@ -153,6 +157,7 @@ class Methods(Generic[Parameters, Compressor]):
 class Algorithm(abc.ABC):
     """The settings that every method has. Only the signatures of `Compression` have defaults."""
 
+    dense: DenseParameters
     min_numel: int
     coding: Coding
     values: WireValues
@@ -166,6 +171,7 @@ class Algorithm(abc.ABC):
     DEFAULT_DENSITY: ClassVar[float | None] = None  # where the signature has none
 
     def __post_init__(self):
+        object.__setattr__(self, "dense", checked_dense(self.dense))  # names: stored as a sorted tuple
         check_choice("coding", self.coding, CODINGS)
         check_choice("values", self.values, WIRE_VALUES)
         check_choice("level", self.level, LEVELS)
@@ -175,9 +181,21 @@ class Algorithm(abc.ABC):
         if self.dense_fallback is not None:
             check_choice("dense_fallback", self.dense_fallback, DENSE_FALLBACKS)
 
-    def compresses(self, numel: int) -> bool:
-        """Return whether a tensor of this many elements is large enough to be sent as a payload."""
-        return numel >= max(self.min_numel, 1)
+    def with_names(self, parameters: Iterable[tuple[str, object]]) -> "Algorithm":
+        """Return these settings with the names of the (name, parameter) pairs that are sent dense as `dense`.
+
+        TypeError or ValueError if it is wrong.
+        """
+        names = dense_names(self.dense, parameters)
+        return self if names == self.dense else replace(self, dense=names)
+
+    def compresses(self, name: str, numel: int) -> bool:
+        """Return whether a tensor of this many elements is sent as a payload; of settings `with_names`."""
+        return numel >= max(self.min_numel, 1) and name not in self._dense_names
+
+    @property
+    def _dense_names(self) -> tuple[str, ...]:
+        return () if callable(self.dense) else tuple(self.dense)
 
     @property
     def depends_on_reduction(self) -> bool:
@@ -236,11 +254,12 @@ class Algorithm(abc.ABC):
     def describe(self) -> list[str]:
         """Return one line per setting, and the version, for the configuration check across ranks."""
         start = [f"hvd_sparse = {__version__}", f"method = {self.name}"]
-        return start + [f"{name} = {text}" for name, text in self._described().items()]
+        dense = [f"sent dense: {name}" for name in self._dense_names]
+        return start + [f"{name} = {text}" for name, text in self._described().items()] + dense
 
     def _described(self) -> dict[str, str]:
-        """Return the text of each setting that ranks compare."""
-        return {field.name: repr(getattr(self, field.name)) for field in fields(self)}
+        """Return the text of each setting that ranks compare, but of `dense`, which has a line for each name."""
+        return {field.name: repr(getattr(self, field.name)) for field in fields(self) if field.name != "dense"}
 
 
 @dataclass(frozen=True, kw_only=True)

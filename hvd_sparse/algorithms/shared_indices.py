@@ -22,6 +22,7 @@ from hvd_sparse.algorithms.base import (
     documented,
 )
 from hvd_sparse.checks import check_choice
+from hvd_sparse.dense_parameters import DenseParameters
 from hvd_sparse.schedule import Schedule
 from hvd_sparse.wire import payload_size
 
@@ -42,6 +43,7 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
         *,
         controller: Controller = "histogram",
         warmup: int | Schedule | None = None,
+        dense: DenseParameters = (),
         min_numel: int = 1024,
         coding: Coding = "run_length",
         values: WireValues = "float32",
@@ -82,6 +84,7 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
         density: float | Schedule = 0.01,
         *,
         warmup: int | Schedule | None = None,
+        dense: DenseParameters = (),
         min_numel: int = 1024,
         coding: Coding = "run_length",
         values: WireValues = "float32",
@@ -115,6 +118,7 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
         density: float | Schedule = 0.01,
         *,
         warmup: int | Schedule | None = None,
+        dense: DenseParameters = (),
         min_numel: int = 1024,
         coding: Coding = "run_length",
         values: WireValues = "float32",

@@ -17,6 +17,7 @@ from hvd_sparse.algorithms.base import (
     documented,
 )
 from hvd_sparse.checks import check_choice, check_number, checked_integer
+from hvd_sparse.dense_parameters import DenseParameters
 from hvd_sparse.schedule import Constant, Schedule
 
 Distribution = Literal["exponential", "gamma", "pareto"]
@@ -38,6 +39,7 @@ class ThresholdMethods(Methods[Parameters, Compressor]):
         drain: int | None = None,
         band: float | None = 4.0,
         warmup: int | Schedule | None = None,
+        dense: DenseParameters = (),
         min_numel: int = 1024,
         coding: Coding = "run_length",
         values: WireValues = "float32",
@@ -79,6 +81,7 @@ class ThresholdMethods(Methods[Parameters, Compressor]):
         stages: int = 1,
         distribution: Distribution = "exponential",
         warmup: int | Schedule | None = None,
+        dense: DenseParameters = (),
         min_numel: int = 1024,
         coding: Coding = "run_length",
         values: WireValues = "float32",
@@ -114,6 +117,7 @@ class ThresholdMethods(Methods[Parameters, Compressor]):
         parameters: Parameters,
         value: float,
         *,
+        dense: DenseParameters = (),
         min_numel: int = 1024,
         coding: Coding = "run_length",
         values: WireValues = "float32",

@@ -25,6 +25,7 @@ from hvd_sparse.algorithms.base import (
     documented,
 )
 from hvd_sparse.checks import check_bool, check_choice, check_number
+from hvd_sparse.dense_parameters import DenseParameters
 from hvd_sparse.performance_model import favours_scattered
 from hvd_sparse.schedule import Schedule
 from hvd_sparse.weight_decay import WeightDecay, check_weight_decay, weight_decays
@@ -42,6 +43,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         *,
         scope: Scope = "tensor",
         warmup: int | Schedule | None = None,
+        dense: DenseParameters = (),
         min_numel: int = 1024,
         coding: Coding = "run_length",
         values: WireValues = "float32",
@@ -80,6 +82,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         *,
         scope: Scope = "model",
         warmup: int | Schedule | None = None,
+        dense: DenseParameters = (),
         min_numel: int = 1024,
         coding: Coding = "run_length",
         values: WireValues = "float32",
@@ -122,6 +125,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         clip_scope: Scope = "tensor",
         scope: Scope = "tensor",
         warmup: int | Schedule | None = None,
+        dense: DenseParameters = (),
         min_numel: int = 1024,
         coding: Coding = "run_length",
         values: WireValues = "float32",
@@ -169,6 +173,7 @@ class TopKMethods(Methods[Parameters, Compressor]):
         clip_scope: Scope = "tensor",
         scope: Scope = "tensor",
         warmup: int | Schedule | None = None,
+        dense: DenseParameters = (),
         min_numel: int = 1024,
         coding: Coding = "run_length",
         values: WireValues = "float32",
@@ -238,7 +243,7 @@ class Scoped(AtDensity):
     def scatters(self, world_size: int, numels: Iterable[int]) -> bool:
         """Return whether the exchange is a reduce-scatter at this world size; otherwise it is a gather.
 
-        numels: the number of elements of each tensor; dense tensors do not count.
+        numels: the number of elements of each tensor; those below min_numel do not count. Leave out those in `dense`.
         """
         if self.exchange != "auto":
             return self.exchange == "reduce_scatter" and world_size > 1

@@ -293,6 +293,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
     def _make_error_feedback(self) -> None:
         parts = self._parts
         variables = {name: parts.variables[name] for name in parts.variables}
+        parts.algorithm = parts.algorithm.with_names(variables.items())
         decays = parts.algorithm.weight_decays(variables.items())
         hosts = make_hosts(parts.algorithm, variables, decays, parts.exchange)
         own, dense, shards = parts.algorithm, parts.algorithm, {}

@@ -22,7 +22,7 @@ from hvd_sparse.units import Units
 class ErrorFeedback(tf.__internal__.tracking.AutoTrackable):
     """The error feedback of Gradient Dropping: r <- r + g; sent values are subtracted (section 4).
 
-    Buffers are flat float32, on `device`. A variable below `min_numel` has none, unless sent values stay
+    Buffers are flat float32, on `device`. A variable below `min_numel` or in `dense` has none, unless sent values stay
     in the residual (SAMomentum), or a float16 velocity may be clamped.
     """
 
@@ -36,7 +36,7 @@ class ErrorFeedback(tf.__internal__.tracking.AutoTrackable):
         # In an object that TensorFlow does not look into: a checkpoint of error feedback must not restore the weights.
         self._of = SimpleNamespace(variable=variable)
         self.size = variable.shape.num_elements()
-        is_large = algorithm.compresses(self.size)
+        is_large = algorithm.compresses(name, self.size)
         self.may_wait = is_large and not is_always_dense(algorithm.schedule)
         waits = is_large or self.retained > 0.0 or self.may_be_cut()
         self.buffers = {

@@ -68,14 +68,14 @@ class Hosts:
         self.count, self.host_number = len(hierarchy.hosts), hierarchy.hosts.index(hierarchy.host_of(rank))
         self.host = Exchange(sets[hierarchy.host_of(rank)])
         self.column = Exchange(sets[hierarchy.columns[self.shard_number]])
-        least, rows = max(algorithm.min_numel, hierarchy.shards), {}
+        # Variables with fewer elements than there are shards are sent dense, whatever min_numel permits.
+        self.dense_algorithm = dataclasses.replace(algorithm, min_numel=max(algorithm.min_numel, hierarchy.shards))
         self.cuts: dict[str, np.ndarray] = {}
+        rows = {}
         for name, variable in variables.items():
-            if variable.shape.num_elements() >= least:
+            if self.dense_algorithm.compresses(name, variable.shape.num_elements()):
                 rows[name] = channels_of(variable.shape, algorithm)
                 self.cuts[name] = hierarchy.cut(variable.shape.num_elements(), rows[name])
-        # Variables with fewer elements than there are shards are sent dense, whatever min_numel permits.
-        self.dense_algorithm = dataclasses.replace(algorithm, min_numel=least)
         self.algorithm = algorithm_between_hosts(algorithm, {name: decays[name] for name in self.cuts})
         self.shards = {name: Shard(variables[name], *self.bounds(name), rows[name]) for name in self.cuts}
 

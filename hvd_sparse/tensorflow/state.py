@@ -112,7 +112,7 @@ def _check(compressor, thresholds: Mapping[str, int], state: dict, exchange) -> 
             if kind not in memory.buffers and np.any(on_host(saved)):
                 raise ValueError(
                     f"{name}: the state has a {kind} that would be lost, as the variable is sent dense now: give the "
-                    "compression the min_numel that it had"
+                    "compression the min_numel and the dense that it had"
                 )
 
 

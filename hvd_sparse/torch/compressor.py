@@ -55,8 +55,9 @@ class Compressor(abc.ABC):
         parameters: NamedParameters,
         collectives: Collectives,
     ):
-        self.algorithm = algorithm
         self._parameters = Parameters(parameters)
+        algorithm = algorithm.with_names((name, self._parameters[name]) for name in self._parameters)
+        self.algorithm = algorithm
         self._traffic = Traffic()
         self._exchange = Exchange(collectives, self._traffic)
         kind = HierarchicalStep if algorithm.is_hierarchical else Step

@@ -1,8 +1,8 @@
 """The optimizer step of the hierarchical exchange: hosts sum gradients, compress shards and exchange these.
 
 `hvd_sparse.hierarchy` describes the algorithm. Each column of ranks has a separate `Step` for its shards. This class
-passes the sums over a host's ranks to that step and distributes its results. Small tensors are sent dense, in one
-all-reduce over all ranks.
+passes the sums over a host's ranks to that step and distributes its results. Small tensors, and those that the user
+names, are sent dense, in one all-reduce over all ranks.
 """
 
 import itertools
@@ -46,7 +46,7 @@ class HierarchicalStep(OptimizerStep):
         # What `lay_out` sets:
         self.hierarchy: Hierarchy
         self.shard: int | None = None  # the number of this rank's shard
-        self.cuts: dict[str, np.ndarray] = {}  # where the shards of each large tensor begin, and the end
+        self.cuts: dict[str, np.ndarray] = {}  # where the shards of each large tensor begin, and the end; none is dense
         self._host: Host
 
         # What `begin` sets anew for each step:
@@ -115,8 +115,8 @@ class HierarchicalStep(OptimizerStep):
         subsets = collectives.subsets(hierarchy)
         before = self._places()
         self.hierarchy, self.shard = hierarchy, hierarchy.shard_of(rank)
-        least = max(self.algorithm.min_numel, hierarchy.shards)
-        large = [name for name in sorted(self.parameters) if self.parameters[name].numel() >= least]
+        sizes = {name: self.parameters[name].numel() for name in sorted(self.parameters)}
+        large = [name for name, n in sizes.items() if n >= hierarchy.shards and self.algorithm.compresses(name, n)]
         self.small = {
             name: self.small.get(name)
             or make_error_feedback(self.algorithm, self.parameters[name], self.device, self._weight_decays[name])

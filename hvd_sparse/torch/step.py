@@ -4,7 +4,8 @@ A step is a list of buckets. A codec turns the gradients of a bucket into a mess
 codec turns the messages of all ranks into sums. A step expects the tensors of the last one that was not given up: it
 sends a bucket when the bucket's last gradient arrives, or, with a joint selection, when all gradients have arrived.
 Unexpected tensors (all in the first step) go in late buckets at the step's first decompress, when every rank has
-compressed all its gradients. Small tensors, and all tensors while the density is 1, are sent dense.
+compressed all its gradients. Small tensors and those that the user names, and all tensors while the density is 1, are
+sent dense.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +43,7 @@ class Step(OptimizerStep):
             for name in parameters
         }
         self.codec = CODECS[algorithm.selection](algorithm, parameters, self.feedback, exchange, traffic, self.device)
-        self._small = [name for name in parameters if not algorithm.compresses(parameters[name].numel())]
+        self._small = [name for name in parameters if not algorithm.compresses(name, parameters[name].numel())]
         self._together = SmallTensors(algorithm, {name: self.feedback[name] for name in self._small}, self.device)
         self._frozen_before: frozenset[str] = frozenset()  # in the last step, frozen on all ranks: not sent
         self._frozen_everywhere: frozenset[str] = frozenset()  # the same, in this step

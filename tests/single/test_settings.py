@@ -82,6 +82,7 @@ def test_description_tells_every_setting_apart():
         Settings.dgc(None, factor_masking=False),
         Settings.dgc(None, values="float16"),
         Settings.dgc(None, min_numel=1),
+        Settings.dgc(None, dense=["head"]),
         Settings.dgc(None, bucket_bytes=1),
         Settings.dgc(None, seed=1),
     ]
@@ -169,11 +170,14 @@ def test_ranks_with_numbers_of_numpy_describe_thresholds_alike(make):
 
 
 def test_descriptions_have_each_setting_once():
-    """The density and the warm-up are one schedule; a function as weight_decay has no text that ranks could compare."""
+    """The density and the warm-up are one schedule; `dense` has a line for each name.
+
+    A function as weight_decay has no text that ranks could compare.
+    """
     lines = Settings.dgc(None, density=0.01, warmup=100, weight_decay=lambda name, parameter: 0.0).describe()
     names = [line.partition(" = ")[0] for line in lines]
     arguments = set(inspect.signature(Settings.dgc).parameters) - {"parameters", "process_set"}
-    assert sorted(names) == sorted(arguments - {"warmup", "weight_decay"} | {"hvd_sparse", "method"})
+    assert sorted(names) == sorted(arguments - {"dense", "warmup", "weight_decay"} | {"hvd_sparse", "method"})
     assert "density = warm_up(final=0.01, steps=100, initial=0.25, factor=0.25, begin=0)" in lines
     assert "weight_decay = 0.1" in Settings.dgc(None, weight_decay=0.1).describe()
     lines = DGS(density=0.01, warmup=100).describe()

@@ -30,7 +30,8 @@ class OwnedRegions(FixedCount):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self._scatters, self._numels = False, [self.parameters[name].numel() for name in self.parameters]
+        self._scatters, sizes = False, {name: self.parameters[name].numel() for name in self.parameters}
+        self._numels = [numel for name, numel in sizes.items() if self.algorithm.compresses(name, numel)]
         self._used: dict[tuple[str, ...], Regions] = {}  # of the messages of the current step
 
     @property
