@@ -144,7 +144,7 @@ class DDPCompressor(Compressor):
         if unknown:
             raise ValueError(
                 f"the model trains parameters that this compressor was not built with: {some(unknown)}. Build it "
-                "from the model's own named_parameters()"
+                "from the model's own named_parameters(): those in its argument dense are not compressed"
             )
         self._trained = model._get_ddp_logging_data()["num_parameter_tensors"]  # when it was built
         own = {identity: name for identity, name in self._names.items() if self._parameters[name].requires_grad}

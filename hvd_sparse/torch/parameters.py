@@ -107,7 +107,7 @@ class Parameters:
         raise ValueError(
             f"a gradient of shape {tuple(gradient.shape)}, {gradient.dtype}, belongs to none of the {len(self._names)} "
             "parameters that this compressor was built with. Build it from the optimizer's own named_parameters: "
-            "Compression.dgc(model.named_parameters(), ...)"
+            "Compression.dgc(model.named_parameters(), ...). Those in its argument dense are not compressed"
         )
 
 
