@@ -341,6 +341,27 @@ PYTHON = [
         "if True:",
         "single test_before_init another_rank",
     ),
+    (
+        "parameters in dense are compressed, hierarchical, PyTorch",
+        "hvd_sparse/torch/hierarchical.py",
+        "if n >= hierarchy.shards and self.algorithm.compresses(name, n)]",
+        "if n >= max(hierarchy.shards, self.algorithm.min_numel)]",
+        "torch test_dense_parameters hierarchical",
+    ),
+    (
+        "parameters in dense count for exchange=auto, PyTorch",
+        "hvd_sparse/torch/codecs/owned_regions.py",
+        "self._numels = [numel for name, numel in sizes.items() if self.algorithm.compresses(name, numel)]",
+        "self._numels = list(sizes.values())",
+        "torch test_dense_parameters automatic",
+    ),
+    (
+        "ranks do not compare the parameters in dense",
+        "hvd_sparse/algorithms/base.py",
+        "for name, text in self._described().items()] + dense",
+        "for name, text in self._described().items()]",
+        "ddp test_ddp_dense_parameters differ",
+    ),
 ]
 
 MUTATIONS = [Mutation(name, f"csrc/core/{file}", old, new, f"native {test}") for name, file, old, new, test in CORE]

@@ -120,4 +120,11 @@ TENSORFLOW = [
         "digest_numbers(list(self._parts.variables))",
         "tensorflow test_tape_overflow_inside checkpoint",
     ),
+    (
+        "variables in dense are compressed, hierarchical, TensorFlow",
+        "hvd_sparse/tensorflow/hosts.py",
+        "if self.dense_algorithm.compresses(name, variable.shape.num_elements()):",
+        "if variable.shape.num_elements() >= self.dense_algorithm.min_numel:",
+        "tensorflow test_tape_dense_parameters hierarchical",
+    ),
 ]
