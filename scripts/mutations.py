@@ -78,8 +78,8 @@ PYTHON = [
     (
         "warm-up a step late",
         "hvd_sparse/schedule.py",
-        "if step >= self.steps or not stages:",
-        "if step > self.steps or not stages:",
+        "final if step >= steps or not stages else",
+        "final if step > steps or not stages else",
         "single test_schedule",
     ),
     (
