@@ -122,7 +122,7 @@ TEST(IndicesOutOfRangeOrOrderChangeNothing) {
 // Two vectors, with equal elements, equal differences, NaN and infinities if `awkward`.
 struct Pair {
   Pair(int64_t n, bool awkward) : minuend(DrawFloats(n, 4)), subtrahend(DrawFloats(n, 5)) {
-    for (size_t i = 0; awkward && i < minuend.values().size(); ++i) {
+    for (int64_t i = 0; awkward && i < n; ++i) {
       if (i % 3 == 0) subtrahend.get()[i] = minuend.get()[i];
       if (i % 5 == 1) minuend.get()[i] = subtrahend.get()[i] + (i % 2 == 0 ? 1.5f : -1.5f);
       if (i % 97 == 2) minuend.get()[i] = static_cast<float>(kNan);

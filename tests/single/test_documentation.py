@@ -1,6 +1,7 @@
 """The documentation is correct: its scripts run, its commands and messages exist, and its links have targets."""
 
 import ast
+import functools
 import json
 import re
 import shlex
@@ -76,6 +77,7 @@ def sources(path, folders, found):
     return found
 
 
+@functools.cache
 def switches(path):
     """Return the strings in a script, and in what it imports, that begin with dashes."""
     text = "".join(sources(path, [path.parent, ROOT], {}).values())

@@ -101,6 +101,7 @@ REFUSED_BY_ONE = """
     from hvd_sparse.model_parallel import hybrid
     hybrid.START_TIMEOUT = 3.0
     rank = MPI.COMM_WORLD.Get_rank()
+    MPI.COMM_WORLD.Barrier()  # on a loaded machine, one rank has imported Horovod seconds before another
     try:
         hybrid.hybrid(hvd, 2) if rank == 0 else {second}
     except Exception as error:

@@ -152,46 +152,38 @@ def test_a_hierarchical_exchange_where_horovod_permits_no_process_sets_is_refuse
     "between",
     ["pass", *(pytest.param(f"compression.{call}()", marks=pytest.mark.exhaustive) for call in ("reset", "stats"))],
 )
-def test_horovod_may_be_restarted_before_the_first_step(run_job, between):
-    """With one process: two that start again may find each other's old addresses, by Horovod's own doing."""
+def test_horovod_may_be_restarted(run_job, between):
+    """Before the first step; and within one: the presence check is lost, and states are loaded and summed all the same.
+
+    With one process: two that start again may find each other's old addresses, by Horovod's own doing.
+    """
     code, output = run_job(
         f"""
+        def restart():
+            hvd.shutdown()
+            hvd.init()
+            hvd.allreduce(torch.ones(1))
+
         weights = torch.nn.Parameter(torch.zeros(2000))
         compression = Compression.gradient_dropping([("weights", weights)], density=0.1)
         hvd.allreduce(torch.ones(1))
-        hvd.shutdown()
-        hvd.init()
-        hvd.allreduce(torch.ones(1))
+        restart()
         {between}
         weights.grad = torch.arange(2000.0)
         carried, context = compression.compress(weights.grad)
         reduced = compression.decompress(hvd.allreduce(carried, op=hvd.Sum), context)
         print("sent", int((reduced != 0).sum()))
+        for is_summed in (False, True):
+            compression = Compression.gradient_dropping([("weights", weights)], density=0.1)
+            state = compression.state_dict()
+            compression.compress(weights.grad)
+            restart()
+            compression.load_state_dict(compression.state_dict(summed=True) if is_summed else state)
+            print("loaded", compression.state_dict()["step"])
         """,
         launcher=["horovodrun", "-np", "1", "--gloo"],  # MPI cannot be started twice
     )
-    assert code == 0 and "sent 200" in output, output
-
-
-@pytest.mark.parametrize("summed", [False, True], ids=["own", "summed"])
-def test_horovod_may_be_restarted_within_a_step(run_job, summed):
-    """Its presence check is lost, and states are loaded and summed all the same."""
-    code, output = run_job(
-        f"""
-        weights = torch.nn.Parameter(torch.zeros(2000))
-        compression = Compression.gradient_dropping([("weights", weights)], density=0.1)
-        state = compression.state_dict()
-        weights.grad = torch.arange(2000.0)
-        compression.compress(weights.grad)
-        hvd.shutdown()
-        hvd.init()
-        hvd.allreduce(torch.ones(1))
-        compression.load_state_dict(compression.state_dict(summed=True) if {summed} else state)
-        print("loaded", compression.state_dict()["step"])
-        """,
-        launcher=["horovodrun", "-np", "1", "--gloo"],  # MPI cannot be started twice
-    )
-    assert code == 0 and "loaded 0" in output, output
+    assert code == 0 and "sent 200" in output and output.count("loaded 0") == 2, output
 
 
 FAILING = """
