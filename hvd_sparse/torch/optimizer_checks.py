@@ -81,13 +81,15 @@ class OptimizerChecks:
         if self not in _checks:
             self._replace_others()
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, runs_closure: bool = False) -> None:
         """Raise RuntimeError if a loss scaler steps whose scale was not set; warn once of the compressor's settings.
 
-        Warn once, too, if an optimizer steps with gradients that have not come through the compressor.
+        Warn once, too, if an optimizer steps with gradients that have not come through the compressor. With a closure,
+        they may be those of passes in `no_sync()`: the closure will run the last pass.
         """
         if not self._is_used:
-            self._warn_of_unused(optimizer)
+            if not runs_closure:
+                self._warn_of_unused(optimizer)
             return
         own = self._own_ids(optimizer)
         if not own:
@@ -173,9 +175,11 @@ def _momentum_of(group: dict) -> float:
     return float(group.get("momentum") or (group.get("betas") or (0.0,))[0])
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    """args, kwargs: those of `step`, the optimizer itself first."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
     for checks in tuple(_checks):
-        checks.before_step(optimizer)
+        checks.before_step(optimizer, closure is not None)
 
 
 @functools.cache

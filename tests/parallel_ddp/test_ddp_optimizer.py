@@ -84,6 +84,22 @@ def test_a_compressor_that_is_not_registered_is_warned_of_once():
     assert len(told) == (dist.get_rank() == 0) and compression.stats()["steps"] == 0
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_passes_in_no_sync_before_a_step_with_a_closure_are_no_gradients_without_a_compressor(by_name):
+    """Lightning accumulates in this way: the closure runs the last pass."""
+    model, compression, optimizer = build(sgd)
+
+    def closure():
+        loss_of(model).backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with model.no_sync():
+            loss_of(model).backward()
+        optimizer.step(**{"closure": closure}) if by_name else optimizer.step(closure)
+    assert compression.stats()["steps"] == 1
+
+
 def two_models(second_momentum=0.0):
     """Two models, each compressed, in two parameter groups of one optimizer."""
     models = [nn.Linear(40, 30), nn.Linear(40, 30)]
