@@ -4,7 +4,8 @@ import sys
 import warnings
 from types import FrameType
 
-LIBRARIES = {"hvd_sparse", "horovod", "torch", "tensorflow", "keras", "tf_keras"}  # between a user's line and a warning
+TRAINERS = {"lightning", "pytorch_lightning", "accelerate", "transformers"}
+LIBRARIES = {"hvd_sparse", "horovod", "torch", "tensorflow", "keras", "tf_keras", *TRAINERS}  # around a user's line
 
 
 def frames(depth: int = 30) -> list[FrameType]:
