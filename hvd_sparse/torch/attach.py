@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from hvd_sparse.frames import warn
 from hvd_sparse.torch.compressor import Scale
 from hvd_sparse.torch.ddp import DDPCompressor
 
@@ -13,6 +14,9 @@ Make = Callable[[Iterable[tuple[str, torch.nn.Parameter]]], DDPCompressor]
 NOT_WRAPPED = (
     "hvd_sparse: {} does not wrap a single process's model in DistributedDataParallel: nothing is compressed, and "
     "momentum, weight_decay and clip_norm of the compressor are not applied. Give them to the optimizer for such a run"
+)
+CLIPS_LATE = (
+    "hvd_sparse: {} clips the reduced gradient: what that removes is lost, because it has left the residual. {}"
 )
 
 
@@ -47,3 +51,14 @@ def attach(make: Make, model: DistributedDataParallel, scaler: Scale | None) -> 
     if scaler is not None:
         compression.loss_scale = scaler
     return compression
+
+
+def warn_of_clipping(compression: DDPCompressor, option: str, bound: float | None, off: str) -> None:
+    """Warn if a trainer clips the reduced gradient. option: the name of its bound. off: how to turn it off."""
+    if not bound:
+        return
+    name = compression.algorithm.name
+    remedy = f"Compression.{name} has no clip_norm: try a larger bound than for dense training"
+    if hasattr(compression.algorithm, "clip_norm"):
+        remedy = f"Set {off}, and use clip_norm of Compression.{name}"
+    warn(CLIPS_LATE.format(option, remedy))

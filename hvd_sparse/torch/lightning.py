@@ -10,7 +10,7 @@ import weakref
 from typing import Any
 
 from hvd_sparse.frames import warn
-from hvd_sparse.torch.attach import NOT_WRAPPED, Make, attach, distributed
+from hvd_sparse.torch.attach import NOT_WRAPPED, Make, attach, distributed, warn_of_clipping
 from hvd_sparse.torch.ddp import DDPCompressor
 
 try:
@@ -20,11 +20,6 @@ except ModuleNotFoundError:
         from pytorch_lightning import Callback
     except ModuleNotFoundError as error:
         raise ImportError("hvd_sparse.torch.lightning needs Lightning: pip install lightning") from error
-
-CLIPS_LATE = (
-    "hvd_sparse: gradient_clip_val clips the reduced gradient: what that removes is lost, because it has left the "
-    "residual. {}"
-)
 
 
 class CompressionCallback(Callback):
@@ -68,7 +63,7 @@ class CompressionCallback(Callback):
             self.compression.load_state_dict(state)
         self._loaded, self._module = {}, weakref.ref(pl_module)
         if trainer.is_global_zero:
-            self._warn_of_clipping(trainer.gradient_clip_val)
+            warn_of_clipping(self.compression, "gradient_clip_val", trainer.gradient_clip_val, off="it to None")
             if self._log_every is not None:
                 self.compression.log_to(lambda numbers, step: _log(trainer.loggers, numbers, step), self._log_every)
 
@@ -104,16 +99,6 @@ class CompressionCallback(Callback):
         if not self._has_told:
             self._has_told = True
             warn(NOT_WRAPPED.format(f"Lightning's {type(trainer.strategy).__name__}"))
-
-    def _warn_of_clipping(self, bound: float | None) -> None:
-        """Warn if the trainer clips the reduced gradient."""
-        if not bound or self.compression is None:
-            return
-        name = self.compression.algorithm.name
-        remedy = f"Compression.{name} has no clip_norm: try a larger bound than for dense training"
-        if hasattr(self.compression.algorithm, "clip_norm"):
-            remedy = f"Leave it out, and use clip_norm of Compression.{name}"
-        warn(CLIPS_LATE.format(remedy))
 
 
 def _log(loggers: list[Any], numbers: dict[str, float], step: int) -> None:

@@ -96,7 +96,7 @@ def test_passes_in_no_sync_before_a_step_with_a_closure_are_no_gradients_without
         warnings.simplefilter("error")
         with model.no_sync():
             loss_of(model).backward()
-        optimizer.step(**{"closure": closure}) if by_name else optimizer.step(closure)
+        optimizer.step(closure=closure) if by_name else optimizer.step(closure)
     assert compression.stats()["steps"] == 1
 
 
