@@ -19,6 +19,7 @@ myst_heading_anchors = 3
 default_role = "code"  # `name` in docstrings
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # signatures have them
+autodoc_mock_imports = ["lightning", "transformers"]  # whose callbacks some classes extend
 napoleon_google_docstring = True
 exclude_patterns = ["_build"]
 
