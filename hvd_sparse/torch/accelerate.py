@@ -54,7 +54,7 @@ def compress(accelerator: "Accelerator", model: object, make: Make) -> DDPCompre
             `lambda named: Compression.dgc(named, density=0.01, momentum=0.9)`, of `hvd_sparse.torch.ddp.Compression`.
 
     Returns:
-        The compressor. None with one process, after a warning: Accelerate does not wrap the model then.
+        The compressor; None with one process, after a warning, as Accelerate does not wrap the model then.
 
     Raises:
         TypeError: The model was not prepared, or not for DistributedDataParallel (FSDP, DeepSpeed); `make` returned
