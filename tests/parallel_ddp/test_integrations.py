@@ -283,11 +283,16 @@ class Accelerated:
 
 @pytest.fixture
 def fresh():
-    """Let a test make an Accelerator of its own: they share their state."""
+    """Let a test make an Accelerator of its own: they share their state, with those of later tests, too."""
     from accelerate.state import AcceleratorState, GradientState
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    def reset():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    reset()
+    yield
+    reset()
 
 
 @needs("accelerate")
