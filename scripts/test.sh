@@ -15,7 +15,7 @@ limit="timeout --foreground 1800"  # in the group of processes that `lanes` ends
 
 # Horovod and Open MPI wait in loops that call sched_yield. Beside other tests, a rank that yields has its next turn only
 # milliseconds later, in each collective: let ranks that wait sleep for 50 us, as on the hosts of benchmarks/network.
-# PyTorch's suites take half of the time then; TensorFlow's, whose ranks have more threads, take longer.
+# PyTorch's suites take half of the time then. Beside TensorFlow's, the tests of one process would lose what these gain.
 sleep_to_wait() {
     mkdir -p build
     printf '%s\n' '#include <time.h>' \
