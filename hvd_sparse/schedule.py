@@ -133,7 +133,7 @@ class WarmUp(Schedule):
 
     @property
     def highest(self) -> float:
-        """The density of the first step."""
+        """The highest density, that of the first step."""
         return 1.0 if self.begin else max((self.final, *self.stages))
 
     @property

@@ -64,7 +64,7 @@ def prefixed(state):
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_fit_trains_as_a_loop(package, accumulate):
-    """`pytorch_lightning` is a copy of the code of `lightning.pytorch`, with classes of its own."""
+    """`pytorch_lightning` is a copy of the code of `lightning.pytorch`, with other classes."""
     lightning, callback = Lightning(package, accumulate_grad_batches=accumulate), callback_of()
     assert callback.compression is None
     with warnings.catch_warnings():
@@ -283,7 +283,7 @@ class Accelerated:
 
 @pytest.fixture
 def fresh():
-    """Let a test make an Accelerator of its own: they share their state, with those of later tests, too."""
+    """Let a test make a new Accelerator: all share one state, those of later tests too."""
     from accelerate.state import AcceleratorState, GradientState
 
     def reset():
