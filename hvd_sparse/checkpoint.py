@@ -33,7 +33,6 @@ from hvd_sparse.checks import checked_integer
 VERSION = 2
 SPAN = 1 << 20  # elements that are summed, or shared out, at a time: float64 needs several arrays for them
 LARGEST = float(np.finfo(np.float32).max)
-REASON_BYTES = 512  # of the reason why a rank cannot load its state, in the message to other ranks
 
 
 def check_state(

@@ -8,6 +8,7 @@ dense_fallback="measured", a step for which payloads cost fewer bytes is also se
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -32,10 +33,7 @@ class TensorSize(NamedTuple):
     @property
     def numel(self) -> int:
         """The number of elements."""
-        n = 1
-        for size in self.shape:
-            n *= int(size)
-        return n
+        return math.prod(map(int, self.shape))
 
 
 class DenseFallback:

@@ -73,7 +73,7 @@ class Candidate(NamedTuple):
         """The order of methods by what they may cost in accuracy, from 0: dense, fewer elements sent, fewer changed."""
         if self.settings is None:
             return 0
-        return 3 if self.changes_fewer else 1 if self.settings.schedule.planned >= max(DENSITIES) else 2
+        return 3 if self.changes_fewer else 2 if self.is_for_long_runs else 1
 
     @property
     def is_for_long_runs(self) -> bool:

@@ -85,13 +85,46 @@ class Constant(Schedule):
         return f"constant({self.value!r})"
 
 
+class _Staged(Schedule):
+    """A schedule that is dense for `begin` steps, then has all its densities but the last in `steps` steps."""
+
+    steps: int
+    begin: int
+
+    @abc.abstractmethod
+    def _densities(self) -> Sequence[float]:
+        """Return the densities in order; the last one stays."""
+
+    @property
+    def highest(self) -> float:
+        """The highest density of any step."""
+        return 1.0 if self.begin else max(self._densities())
+
+    @property
+    def settled(self) -> float:
+        """The last density."""
+        return self._densities()[-1]
+
+    def density(self, step: int) -> float:
+        """Return the density of the stage that holds this step; ValueError for a negative step."""
+        step = checked_integer("step", step, 0) - self.begin
+        if step < 0:
+            return 1.0
+        *stages, final = self._densities()
+        return final if step >= self.steps or not stages else stages[step * len(stages) // self.steps]
+
+    def _check_steps(self) -> None:
+        object.__setattr__(self, "steps", checked_integer("steps", self.steps, 1))
+        object.__setattr__(self, "begin", checked_integer("begin", self.begin, 0))
+
+
 def is_always_dense(schedule: Schedule) -> bool:
     """Return whether every step is dense."""
     return isinstance(schedule, Constant) and schedule.value >= 1.0
 
 
 @dataclass(frozen=True)
-class WarmUp(Schedule):
+class WarmUp(_Staged):
     """Density falling geometrically to `final` over `steps` optimizer steps.
 
     The densities of the stages are initial * factor**i while more than 5 % above `final`; stages divide `steps` evenly,
@@ -121,8 +154,7 @@ class WarmUp(Schedule):
         object.__setattr__(self, "initial", checked_density("initial", self.initial))
         check_number("factor", self.factor, "in (0, 1)", lambda factor: 0.0 < factor < 1.0)
         object.__setattr__(self, "factor", float(self.factor))
-        object.__setattr__(self, "steps", checked_integer("steps", self.steps, 1))
-        object.__setattr__(self, "begin", checked_integer("begin", self.begin, 0))
+        self._check_steps()
 
     @property
     def stages(self) -> tuple[float, ...]:
@@ -131,19 +163,8 @@ class WarmUp(Schedule):
         densities = (self.initial * self.factor**i for i in itertools.count())
         return tuple(itertools.takewhile(lambda density: density > floor, densities))
 
-    @property
-    def highest(self) -> float:
-        """The highest density, that of the first step."""
-        return 1.0 if self.begin else max((self.final, *self.stages))
-
-    @property
-    def settled(self) -> float:
-        """The density after the warm-up."""
-        return self.final
-
-    def density(self, step: int) -> float:
-        """Return the density of the stage that holds this step; ValueError for a negative step."""
-        return _density_at(step, self.begin, self.steps, (*self.stages, self.final))
+    def _densities(self) -> Sequence[float]:
+        return (*self.stages, self.final)
 
     def describe(self) -> str:
         """Return the settings as a plain string."""
@@ -152,7 +173,7 @@ class WarmUp(Schedule):
 
 
 @dataclass(frozen=True)
-class Stages(Schedule):
+class Stages(_Staged):
     """Densities given one by one: all but the last divide `steps` evenly, and the last one stays.
 
     Args:
@@ -174,35 +195,14 @@ class Stages(Schedule):
             raise ValueError(f"densities must be a list of numbers, such as [0.25, 0.05, 0.01]; got {self.densities!r}")
         checked = tuple(checked_density(f"densities[{place}]", one) for place, one in enumerate(self.densities))
         object.__setattr__(self, "densities", checked)
-        object.__setattr__(self, "steps", checked_integer("steps", self.steps, 1))
-        object.__setattr__(self, "begin", checked_integer("begin", self.begin, 0))
+        self._check_steps()
 
-    @property
-    def highest(self) -> float:
-        """The highest density."""
-        return 1.0 if self.begin else max(self.densities)
-
-    @property
-    def settled(self) -> float:
-        """The last density."""
-        return self.densities[-1]
-
-    def density(self, step: int) -> float:
-        """Return the density of the stage that holds this step; ValueError for a negative step."""
-        return _density_at(step, self.begin, self.steps, self.densities)
+    def _densities(self) -> Sequence[float]:
+        return self.densities
 
     def describe(self) -> str:
         """Return the settings as a plain string."""
         return f"stages({self.densities!r}, steps={self.steps}, begin={self.begin})"
-
-
-def _density_at(step: int, begin: int, steps: int, densities: Sequence[float]) -> float:
-    """Return a step's density: 1 before `begin`; then all densities but the last, in `steps` steps; then the last."""
-    step = checked_integer("step", step, 0) - begin
-    if step < 0:
-        return 1.0
-    *stages, final = densities
-    return final if step >= steps or not stages else stages[step * len(stages) // steps]
 
 
 def check_one_density(density, warmup, default) -> None:

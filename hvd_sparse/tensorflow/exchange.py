@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
-from hvd_sparse.announcement import BETWEEN_STEPS, check_all_between_steps, ranks_apart
-from hvd_sparse.checkpoint import REASON_BYTES, refusal
+from hvd_sparse.announcement import BETWEEN_STEPS, check_all_between_steps, reason_message, texts_of
+from hvd_sparse.checkpoint import refusal
 from hvd_sparse.configuration_check import CHECK_SECONDS, check_failed, digest, explain_difference
 from hvd_sparse.frames import warn
 from hvd_sparse.members import Members, is_elastic, not_called
@@ -25,7 +25,6 @@ from hvd_sparse.pieces import WORD_BYTES, Pieces, plan_pieces
 
 # Of the presence sum: presence, step, loss scale, misplaced and six of the digest, each with its square.
 PRESENCE_NUMBERS = 2 * (1 + 1 + 1 + 1 + 6)
-STARTING, LOADING, SUMMING = b"S", b"L", b"M"  # why a rank waits for all others: settings, a state to load or to sum
 
 
 class Exchange(Members):
@@ -50,13 +49,9 @@ class Exchange(Members):
             return is_elastic()
         return self.process_set.included() and (is_elastic() or self.size() > 1)
 
-    def is_single(self) -> bool:
-        """Return whether this rank alone is in the process set."""
-        return self.process_set.included() and self.size() == 1
-
     def warn_if_single(self, algorithm: Algorithm) -> None:
         """Warn if Horovod calls no compressor, as this rank is alone, and the method takes the optimizer's work."""
-        if algorithm.replaces_optimizer and hvd.is_initialized() and self.is_single():
+        if algorithm.replaces_optimizer and hvd.is_initialized() and self.process_set.included() and self.size() == 1:
             where = "with one process" if hvd.size() == 1 else "in a process set of one rank"
             warn(not_called(algorithm.name, where))
 
@@ -96,8 +91,8 @@ class Exchange(Members):
         name = f"HorovodAllgather.{self._prefix}.{name}.alltoall"  # see the class
         return hvd.alltoall(tensor, splits, name=name, ignore_name_scope=True, process_set=self.process_set)[0]
 
-    def gather_floats(self, name: str, tensor: tf.Tensor) -> tf.Tensor:
-        """All-gather float32 vectors, concatenated in rank order."""
+    def gather(self, name: str, tensor: tf.Tensor) -> tf.Tensor:
+        """All-gather tensors of any type, concatenated in rank order along the first dimension."""
         return self._gather(f"{self._prefix}.{name}", tensor)
 
     def _gather(self, name: str, tensor: tf.Tensor) -> tf.Tensor:
@@ -145,12 +140,12 @@ class Exchange(Members):
 
         In an elastic job, each rank raises for itself only: other ranks may be new, or not have started yet.
         """
-        reasons = self.meet(LOADING, reason, session)
+        reasons = self.meet("load", reason, session)
         message = reason if reasons is None else refusal(reasons)
         if message:
             raise ValueError(message)
 
-    def meet(self, why: bytes, text: str, session) -> list[str] | None:
+    def meet(self, why: str, text: str, session) -> list[str] | None:
         """Return the texts of all ranks, which meet between two steps; RuntimeError if a rank does something else.
 
         In an elastic job, where other ranks may be new, or not have started yet, they do not meet: None.
@@ -158,23 +153,17 @@ class Exchange(Members):
         if not self.is_used() or is_elastic() or not (tf.executing_eagerly() or session is not None):
             return None
         announced = Announcement(self) if session is None else None
-        rows = in_time(lambda: self._meet(why, text.encode()[:REASON_BYTES], session), announced)
-        return [row.decode(errors="ignore").rstrip() for row in rows]
+        return in_time(lambda: self._meet(why, text, session), announced)
 
-    def _meet(self, why: bytes, content: bytes, session=None) -> list[bytes]:
-        """Gather REASON_BYTES from all ranks; raise RuntimeError unless all ranks wait for the same reason."""
-        own = np.frombuffer(why + content.ljust(REASON_BYTES), np.uint8)
-        rows = [bytes(row) for row in self._gather_now("between", own[None], session)]
-        same = sum(row[:1] == why for row in rows)
-        if same < len(rows):
-            raise RuntimeError(ranks_apart(same if why != STARTING else len(rows) - same, len(rows)))
-        return [row[1:] for row in rows]
+    def _meet(self, why: str, text: str, session=None) -> list[str]:
+        own = np.frombuffer(reason_message(why, text), np.uint8)
+        return texts_of([bytes(row) for row in self._gather_now(own[None], session)], why)
 
-    def _gather_now(self, name: str, array: np.ndarray, session) -> np.ndarray:
+    def _gather_now(self, array: np.ndarray, session) -> np.ndarray:
         if session is None:
-            return self.run_now(self.gather_floats, name, tf.constant(array))
+            return self.run_now(self.gather, "between", tf.constant(array))
         with session.graph.as_default():
-            gathered = self.gather_floats(name, tf.constant(array))
+            gathered = self.gather("between", tf.constant(array))
         return session.run(gathered)
 
     def run_now(self, collective: Callable, name: str, own: tf.Tensor) -> np.ndarray:
@@ -188,7 +177,7 @@ class Exchange(Members):
     def _compare(self, lines: list[str]) -> None:
         if not tf.executing_eagerly():
             return
-        digests = self._meet(STARTING, digest(lines))
+        digests = self._meet("start", digest(lines).hex())
         if all(one == digests[0] for one in digests):
             return
         texts = self._gather_bytes("configuration.text", "\n".join(lines).encode())

@@ -85,10 +85,13 @@ class Hosts:
         return begin, end
 
     def inner(self, now: Round) -> Round:
-        """Return the `Round` for the codec of a column, whose world size is the number of hosts."""
+        """Return the `Round` for the codec of a column, whose world size is the number of hosts.
+
+        It shares the lists and the counters of `now`: what the codec adds to one is in the other.
+        """
         return dataclasses.replace(now, units=Units(self.count, now.units.reduction, now.units.loss_scale))
 
-    def add(self, arrivals: Sequence[Arrival], algorithm: Algorithm, now: Round) -> None:
+    def add(self, arrivals: Sequence[Arrival], now: Round) -> None:
         """Replace each sharded gradient with this rank's shard of its sum over the host's ranks."""
         arrivals = [arrival for arrival in arrivals if arrival.name in self.cuts]
         if not arrivals:
@@ -97,7 +100,7 @@ class Hosts:
         parts: list[list[tf.Tensor]] = [[] for _ in range(self.host_size)]
         for arrival in arrivals:
             whole = tf.reshape(tf.cast(arrival.gradient, tf.float32), [-1])
-            if algorithm.clips is not None:
+            if self.dense_algorithm.clips is not None:
                 whole *= tf.cast(arrival.clip_ratio, tf.float32)
             for part, piece in zip(parts, tf.split(whole, np.diff(self.cuts[arrival.name])), strict=True):
                 part.append(piece)
@@ -124,7 +127,7 @@ class Hosts:
         own = tf.concat([self._result(arrival, now) for arrival in arrivals], 0)
         every = own
         if self.host_size > 1:
-            every = self.host.gather_floats(f"result{now.suffix}", own)
+            every = self.host.gather(f"result{now.suffix}", own)
             now.counted.add(payload_bytes=4 * own.shape[0])
             now.counted.add(surplus_bytes=4 * (tf.size(every, tf.int64) - 2 * own.shape[0]))
         lengths = [np.diff(self.cuts[arrival.name]) for arrival in arrivals]

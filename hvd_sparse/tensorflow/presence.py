@@ -58,7 +58,8 @@ def check_presence(
     order = tf.range(len(tolerances), 0, -1)
     first = tf.argmax(tf.where(right, 0, order))
     message = tf.where(sums[0] < BETWEEN_STEPS, first, len(tolerances))
-    own_and_mean = ["on this rank:", tf.gather(own, first), "mean:", tf.gather(sums, first) / ranks]
+    whole = tf.where(tf.equal(first, 1), tf.cast(step - step % STEP_MODULUS, tf.float64), 0.0)  # of a step number
+    own_and_mean = ["on this rank:", tf.gather(own, first) + whole, "mean:", tf.gather(sums, first) / ranks + whole]
     # Not tf.debugging.Assert, which traces a tf.cond around its operation.
     check = tf.raw_ops.Assert(condition=tf.reduce_all(right), data=[tf.gather(messages, message), *own_and_mean])
     return check, 8 * PRESENCE_NUMBERS

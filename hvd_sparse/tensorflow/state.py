@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from hvd_sparse.checkpoint import LARGEST, SPAN, VERSION, check_state, growth, on_host, refused, share_of, with_names
 from hvd_sparse.reduce_scatter import restored, state_of
-from hvd_sparse.tensorflow.exchange import SUMMING
 
 
 def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, averages: bool, session) -> dict:
@@ -20,7 +19,7 @@ def gather_state(compressor, rows: Mapping[str, int], exchange, summed: bool, av
     buffers = [compressor.feedback[name].buffers[kind] for name, kind in keys]
     if summed and exchange.is_used():
         check_open(session)
-        exchange.meet(SUMMING, "", session)
+        exchange.meet("sum", "", session)
         buffers = [
             _sum(exchange, f"state.{name}.{kind}", _whole(compressor.hosts, name, buffer.read_value()))
             for (name, kind), buffer in zip(keys, buffers, strict=True)

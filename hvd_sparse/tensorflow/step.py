@@ -124,10 +124,11 @@ class Step:
         inner = now
         if self.hosts is not None:
             inner = self.hosts.inner(now)
-            self.hosts.add(arrivals, self.algorithm, now)
+            self.hosts.add(arrivals, now)
         sparse = sorted((arrival for arrival in arrivals if arrival.is_sparse), key=lambda arrival: arrival.name)
         buckets = self.codec.encode(sparse, inner) if sparse else []
-        self._vote(now, arrivals, inner.units)
+        now.finite += self._take(arrivals, now, inner.units)
+        self._vote(now)
         inner.overflow, inner.ignores_payloads, inner.balances = now.overflow, now.ignores_payloads, now.balances
         sent = self.codec.learn(buckets, inner) if sparse else self.codec.miss(inner)
         for bucket in buckets:
@@ -257,8 +258,9 @@ class Step:
         own = [number for _, numbers in self.marks for number in numbers]
         return tf.cast(tf.reduce_any(tf.not_equal(restored, own)), tf.float64)
 
-    def _vote(self, now: Round, arrivals: list[Arrival], inner: Units) -> None:
-        finite = tf.concat([tf.reshape(one, [-1]) for one in (*now.finite, *self._take(arrivals, now, inner))], 0)
+    def _vote(self, now: Round) -> None:
+        """Set from all ranks' votes whether to skip the step, and whether to balance regions; note their durations."""
+        finite = tf.concat([tf.reshape(one, [-1]) for one in now.finite], 0)
         bad = tf.reduce_sum(tf.cast(tf.logical_not(finite), tf.float64))
         step = tf.cast(now.number, tf.float64)  # a constant would be sent by TensorFlow only once
         seconds = [] if now.seconds is None else [now.seconds]

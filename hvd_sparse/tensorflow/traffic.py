@@ -50,5 +50,5 @@ class TrafficVariables:
     def summary(steps: int, step, total) -> dict:
         """Return {"steps": int, "step": last step, "total": all} from the variables' values."""
         counters = (dict(zip(COUNTERS, map(int, vector), strict=True)) for vector in (step, total))
-        last, every = ({**report(defaultdict(int, counts)), "seconds": {}} for counts in counters)
+        last, every = (report(counts, timers=()) for counts in counters)
         return {"steps": int(steps), "step": last, "total": every}

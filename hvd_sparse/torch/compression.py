@@ -247,7 +247,7 @@ class SparseCompressor(Compressor):
                 "hvd_sparse: several optimizers use one compressor: each counts as a step, and sends payloads for the "
                 "parameters of the others, too. Build a compressor for each, from its own named parameters"
             )
-        if reduces_again(optimizer) and have_gradients(self._parameters[name] for name in self._parameters):
+        if reduces_again(optimizer) and have_gradients(self._parameters.values()):
             raise RuntimeError(
                 "hvd_sparse: optimizer.step() would reduce again what optimizer.synchronize() has reduced: residuals "
                 "and momentum would count it twice. Write: with optimizer.skip_synchronize(): optimizer.step()"

@@ -56,7 +56,7 @@ class Compressor(abc.ABC):
         collectives: Collectives,
     ):
         self._parameters = Parameters(parameters)
-        algorithm = algorithm.with_names((name, self._parameters[name]) for name in self._parameters)
+        algorithm = algorithm.with_names(self._parameters.items())
         self.algorithm = algorithm
         self._traffic = Traffic()
         self._exchange = Exchange(collectives, self._traffic)
@@ -66,8 +66,7 @@ class Compressor(abc.ABC):
         self._lock = threading.RLock()  # on CUDA, hooks run in autograd's threads
         self._number = 0  # of the step
         self._averages = True  # whether results are means over ranks, as in the last step
-        parameters = [self._parameters[name] for name in self._parameters]
-        self._optimizer_checks = OptimizerChecks(algorithm, parameters, collectives)
+        self._optimizer_checks = OptimizerChecks(algorithm, self._parameters.values(), collectives)
         self._loss_scale: Scale = 1.0
         self._log: Log | None = None
         self._under_way = self._has_sent = self._finished = self._overflowed = False

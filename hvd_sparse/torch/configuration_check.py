@@ -3,7 +3,6 @@
 import threading
 
 from hvd_sparse.members import NOT_ADDED
-from hvd_sparse.torch import exchange
 from hvd_sparse.torch.exchange import Exchange, Pending
 
 LOST = (
@@ -58,9 +57,9 @@ class ConfigurationCheck:
             raise RuntimeError(LOST)
         if self._forgotten_in is now:
             self._exchange.announce()
-            gathered = self._exchange.wait_between_steps(pending, exchange.CHECK_SECONDS)
+            gathered = self._exchange.wait_between_steps(pending)
         else:
-            gathered = pending.wait_at_most(exchange.CHECK_SECONDS)
+            gathered = pending.wait_in_time()
         with _lock:
             self._started, self._forgotten_in = None, None
             self._passed_in = now

@@ -76,7 +76,7 @@ class DDPCompressor(Compressor):
         self._collectives = DistributedCollectives(process_group)
         super().__init__(algorithm, parameters, self._collectives)
         self._collectives.device = self._parameters.device
-        self._names = {id(self._parameters[name]): name for name in self._parameters}
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._model: weakref.ref[DistributedDataParallel] | None = None  # it keeps the hook, and so this compressor
         self._trained = 0  # number of parameters that the model trains
         self._arrived: list[ArrivedBucket] = []
@@ -163,8 +163,7 @@ class DDPCompressor(Compressor):
         """
         handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove, handles)  # the parameters may live on, under another DDP
-        for name in self._parameters:
-            parameter = self._parameters[name]
+        for name, parameter in self._parameters.items():
             if parameter.is_inference():  # made in torch.inference_mode(): frozen for good
                 continue
             was_trained = parameter.requires_grad

@@ -8,8 +8,15 @@ from time import monotonic, sleep
 
 import torch
 
-from hvd_sparse.announcement import BETWEEN_STEPS, check_all_between_steps, ranks_apart
-from hvd_sparse.checkpoint import REASON_BYTES, refusal
+from hvd_sparse.announcement import (
+    BETWEEN_STEPS,
+    REASON_BYTES,
+    check_all_between_steps,
+    ranks_apart,
+    reason_message,
+    texts_of,
+)
+from hvd_sparse.checkpoint import refusal
 from hvd_sparse.configuration_check import CHECK_SECONDS, DIGEST_BYTES, check_failed, digest, explain_difference
 from hvd_sparse.pieces import MOST_WORDS, WORD_BYTES, Pieces, plan_pieces
 from hvd_sparse.torch.collectives import Collectives, Handle
@@ -38,15 +45,15 @@ class Pending:
         """Return whether `wait` would return at once."""
         return self._result is not None or all(handle.is_done() for handle in self._handles)
 
-    def wait_at_most(self, seconds: float, meanwhile: Callable[[], bool] = lambda: True) -> torch.Tensor:
-        """Return the result; raise RuntimeError if the other ranks have not taken part within `seconds`.
+    def wait_in_time(self, meanwhile: Callable[[], bool] = lambda: True) -> torch.Tensor:
+        """Return the result; raise RuntimeError if the other ranks have not taken part within CHECK_SECONDS.
 
         meanwhile: called again and again until it returns True, which the result waits for; it may raise an error.
         """
-        deadline = monotonic() + seconds
+        deadline = monotonic() + CHECK_SECONDS
         while not all([meanwhile(), self.is_done()]):  # both are asked each time, so that both make progress
             if monotonic() > deadline:
-                raise RuntimeError(check_failed(seconds))
+                raise RuntimeError(check_failed(CHECK_SECONDS))
             sleep(0.0005)
         return self.wait()
 
@@ -178,7 +185,7 @@ class Exchange:
         self._forget_lost()
         if self._announced is None and self.collectives.may_join:
             if self._asked is not None:
-                between = int(self._asked.wait_at_most(CHECK_SECONDS)[0] // BETWEEN_STEPS)
+                between = int(self._asked.wait_in_time()[0] // BETWEEN_STEPS)
                 if between > 0:
                     raise RuntimeError(ranks_apart(between, self.size()))
             own = torch.tensor([BETWEEN_STEPS, *[0.0] * MOST_REGION_NUMBERS], dtype=torch.float64, device="cpu")
@@ -197,9 +204,9 @@ class Exchange:
         if self._open_in is not now:
             self._asked, self._announced, self._open_in = None, None, now
 
-    def wait_between_steps(self, pending: Pending, seconds: float) -> torch.Tensor:
-        """Return the result of a collective; RuntimeError if a rank is in a step instead, or after `seconds`."""
-        result = pending.wait_at_most(seconds, self._have_all_announced)
+    def wait_between_steps(self, pending: Pending) -> torch.Tensor:
+        """Return the result of a collective; RuntimeError if a rank is in a step instead, or does not come in time."""
+        result = pending.wait_in_time(self._have_all_announced)
         self.end_announcement()
         return result
 
@@ -223,19 +230,16 @@ class Exchange:
     def meet(self, why: str, text: str = "") -> list[str] | None:
         """Return the texts of all ranks, which meet between two steps; RuntimeError if a rank does something else.
 
-        why: one word. In an elastic job, where other ranks may be new, or not have started yet, they do not meet, and
-        the result is None.
+        why: a key of WAITS. In an elastic job, where other ranks may be new, or not have started yet, they do not meet,
+        and the result is None.
         """
         if not self.collectives.can_start() or self.collectives.is_elastic():
             return None
-        own = f"{why} {text}".encode()[:REASON_BYTES].ljust(REASON_BYTES)
-        gathered = self.allgather("between", torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        own = torch.frombuffer(bytearray(reason_message(why, text)), dtype=torch.uint8)
+        gathered = self.allgather("between", own)
         self.announce()
-        rows = self.wait_between_steps(gathered, CHECK_SECONDS).view(-1, REASON_BYTES).tolist()
-        answers = [bytes(row).decode(errors="ignore").rstrip().partition(" ") for row in rows]
-        if any(reason != why for reason, _, _ in answers):
-            raise RuntimeError(ranks_apart(sum(reason == why for reason, _, _ in answers), len(answers)))
-        return [own for _, _, own in answers]
+        rows = self.wait_between_steps(gathered).view(-1, REASON_BYTES).tolist()
+        return texts_of([bytes(row) for row in rows], why)
 
 
 def _names_of_pieces(name: str, cut: Pieces) -> list[str]:

@@ -42,7 +42,7 @@ class OptimizerStep(abc.ABC):
         self.algorithm, self.parameters, self.exchange, self.traffic = algorithm, parameters, exchange, traffic
         self.arrivals: dict[str, Arrival] = {}  # the gradients of the step under way
         self.expected: tuple[str, ...] = ()  # the tensors of the last step that was not given up
-        self._weight_decays = algorithm.weight_decays((name, parameters[name]) for name in parameters)
+        self._weight_decays = algorithm.weight_decays(parameters.items())
         self._clips_model = algorithm.clips == "model"
         self._tokens = Tokens()
         self._collectives: list[Pending] = []  # that the step has started

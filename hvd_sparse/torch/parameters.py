@@ -1,6 +1,6 @@
 """Finds the parameter that a gradient belongs to. Horovod passes gradients to a compressor without their names."""
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 import torch
 
@@ -10,8 +10,8 @@ NamedParameters = torch.nn.Module | Mapping[str, torch.nn.Parameter] | Iterable[
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-class Parameters:
-    """The named parameters of one compressor.
+class Parameters(Mapping[str, torch.nn.Parameter]):
+    """The named parameters of one compressor, by name.
 
     Args:
         parameters: A model, a mapping of names to parameters, or (name, Parameter) pairs. A tied weight with several
@@ -38,15 +38,17 @@ class Parameters:
                 "iterator serves only once)"
             )
         self.device = _device_of(self._by_name)
-        self._names = list(self._by_name)
         self._follows: dict[str | None, str] = {}
         self._last: str | None = None
 
     def __getitem__(self, name: str) -> torch.nn.Parameter:
         return self._by_name[name]
 
-    def __iter__(self):
-        return iter(self._names)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
 
     def describe(self) -> list[str]:
         """Return one line for each parameter, for the configuration check across ranks."""
@@ -94,7 +96,7 @@ class Parameters:
                     "hvd_sparse does not work with op=Adasum: it combines the models' changes, not their gradients. "
                     "Use op=hvd.Average or op=hvd.Sum"
                 )
-        sparse = [name for name in self._names if name not in seen and _could_be(self._by_name[name].grad, gradient)]
+        sparse = [name for name, own in self.items() if name not in seen and _could_be(own.grad, gradient)]
         if len(sparse) > 1:
             sparse = [name for name in sparse if self._by_name[name] is _parameter_of_caller()] or sparse
         if len(sparse) == 1:
@@ -105,7 +107,7 @@ class Parameters:
                 f"{', '.join(sparse)}: use sparse_as_dense=False, or embeddings with sparse=False"
             )
         raise ValueError(
-            f"a gradient of shape {tuple(gradient.shape)}, {gradient.dtype}, belongs to none of the {len(self._names)} "
+            f"a gradient of shape {tuple(gradient.shape)}, {gradient.dtype}, belongs to none of the {len(self)} "
             "parameters that this compressor was built with. Build it from the optimizer's own named_parameters: "
             "Compression.dgc(model.named_parameters(), ...). Those in its argument dense are not compressed"
         )

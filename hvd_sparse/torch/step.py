@@ -39,11 +39,11 @@ class Step(OptimizerStep):
         super().__init__(algorithm, parameters, exchange, traffic)
         self.device = device_of(parameters.device, exchange.collectives)
         self.feedback: dict[str, ErrorFeedback] = {
-            name: make_error_feedback(algorithm, parameters[name], self.device, self._weight_decays[name])
-            for name in parameters
+            name: make_error_feedback(algorithm, parameter, self.device, self._weight_decays[name])
+            for name, parameter in parameters.items()
         }
         self.codec = CODECS[algorithm.selection](algorithm, parameters, self.feedback, exchange, traffic, self.device)
-        self._small = [name for name in parameters if not algorithm.compresses(name, parameters[name].numel())]
+        self._small = [name for name, one in parameters.items() if not algorithm.compresses(name, one.numel())]
         self._together = SmallTensors(algorithm, {name: self.feedback[name] for name in self._small}, self.device)
         self._frozen_before: frozenset[str] = frozenset()  # in the last step, frozen on all ranks: not sent
         self._frozen_everywhere: frozenset[str] = frozenset()  # the same, in this step
@@ -108,8 +108,8 @@ class Step(OptimizerStep):
     def fallback(self, world_size: int) -> DenseFallback:
         """Return the rule that decides which tensors are sent dense at this world size."""
         if self._fallback is None or self._fallback.world_size != world_size:
-            waiting = {name: self.parameters[name] for name in self.parameters if name not in self._small}
-            tensors = {name: TensorSize(one.shape, one.element_size()) for name, one in waiting.items()}
+            large = ((name, one) for name, one in self.parameters.items() if name not in self._small)
+            tensors = {name: TensorSize(one.shape, one.element_size()) for name, one in large}
             self._fallback = DenseFallback(self.algorithm, tensors, world_size)
         return self._fallback
 

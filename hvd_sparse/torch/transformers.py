@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hvd_sparse.checkpoint import atomic_file
+from hvd_sparse.checks import some
 from hvd_sparse.frames import warn
 from hvd_sparse.torch.attach import NOT_WRAPPED, Make, attach, distributed, warn_of_clipping
 from hvd_sparse.torch.ddp import DDPCompressor
@@ -73,16 +74,21 @@ class CompressionCallback(TrainerCallback):
         if self.compression is None:
             return
         saved = self.compression.state_dict(summed=True)
-        if state.is_world_process_zero:
+        if args.should_save:  # on each node with save_on_each_node, as what the Trainer saves
             with atomic_file(_path(args, state)) as file:
                 torch.save(saved, file)
 
     def _resume(self, compression: DDPCompressor, args: Any, state: Any) -> None:
         """Load the state in the checkpoint that training resumes from; warn if it has none."""
         path = _path(args, state)
-        if os.path.exists(path):
+        exist = [False] * args.world_size  # on each rank: to load a state is a collective call
+        torch.distributed.all_gather_object(exist, os.path.exists(path))
+        if all(exist):
             compression.load_state_dict(torch.load(path, map_location="cpu"))
             return
+        if any(exist):
+            lacking = some([str(rank) for rank, exists in enumerate(exist) if not exists])
+            raise ValueError(f"hvd_sparse: {path} is missing on ranks {lacking}: copy it to all, or delete it")
         compression.reset()
         if state.is_world_process_zero:
             warn(f"hvd_sparse: training resumes without {path}: residuals start empty")

@@ -1,14 +1,17 @@
-"""The sums of a vote tell whether all ranks are at the same step, for any number of ranks and any step."""
+"""The sums of a vote tell whether all ranks are at the same step, and those of presence whether all are there."""
 
 import random
+import types
 
 import pytest
 
 from hvd_sparse.reduce_scatter import must_balance
+from hvd_sparse.torch.exchange import Pending
+from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.vote import RanksDiffer, checked_sums, vote_of
 from hvd_sparse.units import Units
 
-RANKS = [2, 3, 7, 64, 99, 125, 250, 500, 1000, 1023, 4095]
+RANKS = [2, 3, 7, 64, 99, 125, 250, 500, 1000, 1023, 4095, 65_535]
 
 
 def sums_of(ranks, steps):
@@ -44,3 +47,26 @@ def test_equal_regions_need_no_agreement(ranks):
     for digest in (0, 1, 40_009, 65_521, 65_535):
         assert not must_balance([0.0, float(digest * ranks), float(digest * digest * ranks)], ranks)
         assert must_balance([0.0, float(digest * ranks + 1), float(digest * digest * ranks + 2 * digest + 1)], ranks)
+
+
+class SumOfEqualRanks:
+    """The exchange of a rank whose sums are those of `ranks` ranks that all do the same."""
+
+    def __init__(self, ranks):
+        self.ranks, self.collectives = ranks, types.SimpleNamespace(may_join=True)
+
+    def end_announcement(self):
+        pass
+
+    def ask_presence(self, own):
+        return Pending(finish=lambda: own * self.ranks)
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+@pytest.mark.parametrize("ranks", [*RANKS, 4096, 5000])
+def test_all_ranks_are_present(ranks, freezes):
+    presence = Presence(SumOfEqualRanks(ranks), freezes)
+    presence.check(ranks)
+    assert presence.anywhere_frozen() == freezes
+    with pytest.raises(RuntimeError, match=rf"1 of {ranks + 1} ranks have joined"):
+        presence.check(ranks + 1)

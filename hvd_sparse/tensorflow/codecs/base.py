@@ -95,7 +95,7 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, arrivals: list[Arrival], now: Round) -> list[Bucket]:
-        """Accumulate and select; add to `now.finite` which gradients were finite."""
+        """Accumulate and select; add to `now.finite` which gradients were finite. arrivals: in the order of names."""
 
     @property
     def values(self) -> str:
@@ -108,11 +108,9 @@ class Codec(abc.ABC):
 
     def collect(self, bucket: Bucket, now: Round) -> tf.Tensor | None:
         """Return the messages of all ranks, uint8[bytes], in rank order; None if none are sent."""
-        return (
-            None
-            if bucket.message is None
-            else gather(self.exchange, bucket.name, bucket.message, bucket.most_bytes, now)
-        )
+        if bucket.message is None:
+            return None
+        return gather(self.exchange, bucket.name, bucket.message, bucket.most_bytes, now)
 
     @abc.abstractmethod
     def decode(self, bucket: Bucket, gathered: tf.Tensor | None, now: Round) -> list[tf.Operation]:
@@ -208,10 +206,9 @@ class BucketCodec(Codec):
         return self.algorithm.bucket_bytes
 
     def _buckets(self, arrivals: list[Arrival]) -> Iterator[tuple[str, list[Arrival], slice]]:
-        """Cut the arrivals, sorted by name, into buckets; yield each bucket's name, arrivals and their slice."""
-        arrivals, begin = sorted(arrivals, key=lambda arrival: arrival.name), 0
-        planned = plan_buckets(self._settled_sizes(arrivals), self.bucket_bytes, "bucket")
-        for name, members in planned.items():
+        """Cut the arrivals, in the order of names, into buckets; yield each bucket's name, arrivals and their slice."""
+        begin = 0
+        for name, members in plan_buckets(self._settled_sizes(arrivals), self.bucket_bytes, "bucket").items():
             part = slice(begin, begin + len(members))
             yield name, arrivals[part], part
             begin = part.stop

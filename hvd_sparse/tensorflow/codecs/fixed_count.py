@@ -78,7 +78,7 @@ class FixedCount(BucketCodec):
 
     def _selected(self, arrivals: list[Arrival]) -> list[str]:
         """Return the names of the selections in these arrivals, in the order of their buckets."""
-        return ["model"] if self.is_joint else sorted(arrival.name for arrival in arrivals)
+        return ["model"] if self.is_joint else [arrival.name for arrival in arrivals]
 
     def _most_bytes(self, arrivals: list[Arrival]) -> int:
         selections = [arrivals] if self.is_joint else [[arrival] for arrival in arrivals]

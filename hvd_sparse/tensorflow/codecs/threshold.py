@@ -18,7 +18,6 @@ class Threshold(BucketCodec):
 
     def encode(self, arrivals: list[Arrival], now: Round) -> list[Bucket]:
         """Accumulate, select the elements that reach the thresholds, and pack, bucket by bucket."""
-        arrivals = sorted(arrivals, key=lambda arrival: arrival.name)  # the order of buckets
         names = [arrival.name for arrival in arrivals]
         counts = self._counts([arrival.feedback.size for arrival in arrivals], now)
         plan = self._thresholds.plan(now.number, names, counts, now.is_active)

@@ -189,18 +189,23 @@ class Codec(abc.ABC):
         """Return the coding and value type of payloads, as arguments of the bucket operators."""
         return {"coding": self.algorithm.coding, "value_dtype": self.values}
 
-    def bucket_of(self, name: str, members: Sequence[str], payloads: list[Payload]) -> Bucket:
+    def _bucket_of(self, name: str, members: Sequence[str], payloads: list[Payload]) -> Bucket:
         """Return a bucket of these members, in this order, with these payloads."""
         sizes = [self.parameters[member].numel() for member in members]
         ks = [payload.k for payload in payloads]
         layout = BucketLayout(sizes, ks, self._channels(members), self.is_joint)
         return Bucket(name, {member: number for number, member in enumerate(members)}, payloads, layout)
 
-    def payload_of(self, names: tuple[str, ...], n: int, k: int) -> Payload:
+    def _payload_of(self, names: tuple[str, ...], n: int, k: int) -> Payload:
         """Return the form of a payload with k of the n elements of these tensors."""
         segments = self._segments_of(names)
         size = ops.payload_size(n, k, self.algorithm.coding, self.values, segments)
         return Payload(n, k, segments, size)
+
+    def _plan_joint(self, names: Sequence[str], name: str) -> Bucket:
+        """Return the bucket of tensors with a joint selection, in the order of names."""
+        n = sum(self.parameters[member].numel() for member in names)
+        return self._bucket_of(name, names, [self._payload_of(tuple(names), n, top_k_count(n, self.now.density))])
 
     def _pack_nothing(self, payload: Payload, out: torch.Tensor) -> None:
         """Write a payload without entries."""
@@ -244,7 +249,7 @@ class BucketCodec(Codec):
         """Return the buckets of these tensors, planned for payloads of exactly k entries."""
         sizes = {name: self._sent_bytes(self._payload(name)) for name in names}
         return [
-            self.bucket_of(name, members, [self._payload(member) for member in members])
+            self._bucket_of(name, members, [self._payload(member) for member in members])
             for name, members in plan_buckets(sizes, self.bucket_bytes, prefix).items()
         ]
 
@@ -255,7 +260,7 @@ class BucketCodec(Codec):
     def _payload(self, name: str) -> Payload:
         if name not in self._payloads:
             n = self.parameters[name].numel()
-            self._payloads[name] = self.payload_of((name,), n, top_k_count(n, self.now.density))
+            self._payloads[name] = self._payload_of((name,), n, top_k_count(n, self.now.density))
         return self._payloads[name]
 
 

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from hvd_sparse.torch import bucket_ops
-from hvd_sparse.torch.codecs.base import Arrivals, Bucket, BucketCodec, Codec, cleared, in_training, sum_buffer
+from hvd_sparse.torch.codecs.base import Arrivals, Bucket, BucketCodec, cleared, in_training, sum_buffer
 from hvd_sparse.torch.error_feedback import decays, destinations
-from hvd_sparse.wire import top_k_count
 
 
 class FixedCount(BucketCodec):
@@ -29,7 +28,7 @@ class FixedCount(BucketCodec):
         if not names:
             return []
         if self.is_joint:
-            bucket = plan_joint(self, names, prefix)
+            bucket = self._plan_joint(names, prefix)
             bucket.hints = self._joint_hints
             return [bucket]
         buckets = super().plan(names, prefix)
@@ -90,10 +89,3 @@ class FixedCount(BucketCodec):
             if name not in training:
                 self._pack_nothing(payload, bucket.message.narrow(0, offset, payload.size))
             offset += payload.size
-
-
-def plan_joint(codec: Codec, names: Sequence[str], name: str) -> Bucket:
-    """Return the bucket of tensors with a joint selection, in the order of names."""
-    n = sum(codec.parameters[member].numel() for member in names)
-    payload = codec.payload_of(tuple(names), n, top_k_count(n, codec.now.density))
-    return codec.bucket_of(name, names, [payload])

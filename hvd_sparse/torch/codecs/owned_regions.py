@@ -30,8 +30,9 @@ class OwnedRegions(FixedCount):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self._scatters, sizes = False, {name: self.parameters[name].numel() for name in self.parameters}
-        self._numels = [numel for name, numel in sizes.items() if self.algorithm.compresses(name, numel)]
+        self._scatters = False  # whether the step under way has a reduce-scatter
+        numels = ((name, one.numel()) for name, one in self.parameters.items())
+        self._numels = [numel for name, numel in numels if self.algorithm.compresses(name, numel)]
         self._used: dict[tuple[str, ...], Regions] = {}  # of the messages of the current step
 
     @property

@@ -17,7 +17,6 @@ from hvd_sparse.sampling import stratified_sample
 from hvd_sparse.threshold import ThresholdHint
 from hvd_sparse.torch import bucket_ops, ops, varying_ops
 from hvd_sparse.torch.codecs.base import Arrivals, Bucket, Codec, in_training, sum_buffer
-from hvd_sparse.torch.codecs.fixed_count import plan_joint
 from hvd_sparse.torch.error_feedback import ErrorFeedback, make_error_feedback
 from hvd_sparse.wire import LOW_BITS, largest_payload, payload_size
 
@@ -57,7 +56,7 @@ class SharedIndices(Codec):
         """Return the one bucket of these tensors."""
         if not names:
             return []
-        bucket = plan_joint(self, names, prefix)
+        bucket = self._plan_joint(names, prefix)
         bucket.most_bytes = largest_payload(bucket.payloads[0].n, bucket.payloads[0].n, self.algorithm.coding, "none")
         return [bucket]
 
@@ -83,10 +82,10 @@ class SharedIndices(Codec):
         self.traffic.count(sent=len(indices))
         sum_values = self._sum_values if self.algorithm.values == "float32" else self._sum_quantized
         rows = self._rows(self.selection.sketch(bucket.name))
-        sent, total, left, sketches = sum_values(bucket, whole.residual, indices, scale, rows)
+        total, left, sketches = sum_values(bucket, whole.residual, indices, scale, rows)
         self.selection.learn(payload.k, len(indices), sketches)
-        bucket.sums = self._spread(bucket, sent, total, arrivals)
-        whole.clear(sent, left)
+        bucket.sums = self._spread(bucket, indices, total, arrivals)
+        whole.clear(indices, left)
 
     def _spread(
         self, bucket: Bucket, indices: torch.Tensor, total: torch.Tensor, arrivals: Arrivals
@@ -95,9 +94,8 @@ class SharedIndices(Codec):
         n, k, names = bucket.payloads[0].n, len(indices), [name for name in bucket.members if name in arrivals]
         if k == 0:
             return {name: sum_buffer(arrivals[name].gradient).zero_() for name in names}
-        order = indices.argsort() if self.algorithm.values in LOW_BITS else slice(None)
         packed = total.new_empty(payload_size(n, k), dtype=torch.uint8)
-        ops.pack(indices[order], total[order], n, k, packed)
+        ops.pack(indices, total, n, k, packed)
         sums = {name: sum_buffer(arrivals[name].gradient) for name in names}
         layout = BucketLayout(bucket.layout.sizes, [k], [], True)
         bucket_ops.reduce_bucket(packed.view(1, -1), list(sums.values()), layout=layout, members=bucket.numbers(names))
@@ -112,23 +110,23 @@ class SharedIndices(Codec):
     def _sum_values(
         self, bucket: Bucket, residual: torch.Tensor, indices: torch.Tensor, scale: float, rows: torch.Tensor
     ) -> tuple:
-        """Return the indices, the sums of all ranks' values, None (no rounding errors), and the sum of `rows`."""
+        """Return the sums of all ranks' values, None (no rounding errors), and the sum of `rows`."""
         values = residual.index_select(0, indices).mul_(scale)  # before the sum, which might overflow otherwise
         sent = torch.cat([values, rows.view(-1).to(values.device)])
         with self.traffic.timed("exchange"):
             total = self.exchange.allreduce(f"{bucket.name}.values", sent).wait()
         total, sketches = total.split([len(indices), rows.numel()])
-        return indices, total, None, sketches.view_as(rows).cpu()
+        return total, None, sketches.view_as(rows).cpu()
 
     def _sum_quantized(
         self, bucket: Bucket, residual: torch.Tensor, indices: torch.Tensor, scale: float, rows: torch.Tensor
     ) -> tuple:
-        """Return the indices, reordered by group, the sums of all ranks' values, rounding errors, and sketches."""
+        """Do `_sum_values`, with rounding errors, with a payload in which the elements of a group are adjacent."""
         dtype, segments = self.algorithm.values, bucket.payloads[0].segments
+        places = order = torch.arange(len(indices), device=indices.device)
         if dtype in LOW_BITS:
             order, segments = map(torch.from_numpy, by_group(indices.numpy(force=True), segments))
-            indices = indices[order.to(indices.device)]
-        values, places = residual.index_select(0, indices), torch.arange(len(indices), device=indices.device)
+        values = residual.index_select(0, indices[order.to(indices.device)])
         sent = ops.quantize(values, dtype, self.algorithm.level, places, segments)
         k = max(1, len(indices))  # without elements, an empty payload
         form = ("dense", dtype, segments)
@@ -141,7 +139,8 @@ class SharedIndices(Codec):
         sketches = gathered[:, packed.numel() :].contiguous().view(torch.float32)[:, : rows.shape[1]].cpu()
         total = sent.new_empty(k)
         ops.reduce_payloads(gathered, 0, k, k, total, scale, *form)
-        return indices, total[: len(indices)], values - sent, sketches
+        back = order.argsort().to(indices.device)  # from the order of groups to that of the indices
+        return total[back], (values - sent)[back], sketches
 
     def _shared_indices(self, gathered: torch.Tensor, n: int) -> torch.Tensor:
         """Return the indices that all ranks selected, ascending."""

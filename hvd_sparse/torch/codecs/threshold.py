@@ -8,8 +8,9 @@ import torch
 
 from hvd_sparse.buckets import BucketLayout
 from hvd_sparse.threshold import SMALLEST, Plan, make_threshold
-from hvd_sparse.torch import bucket_ops, device, ops, varying_ops
+from hvd_sparse.torch import bucket_ops, ops, varying_ops
 from hvd_sparse.torch.codecs.base import Arrivals, Bucket, BucketCodec, Round, cleared, in_training, sum_buffer
+from hvd_sparse.torch.device import is_cuda
 from hvd_sparse.torch.error_feedback import decays, destinations
 from hvd_sparse.wire import largest_payload
 
@@ -96,7 +97,7 @@ class Threshold(BucketCodec):
         bucket_ops.clear_bucket(own.payloads, *cleared(feedback), layout=layout, **self._form())
 
     def _filter(self, arrivals: Arrivals) -> Filtered:
-        if device.is_cuda(self.device):
+        if is_cuda(self.device):
             return self._filter_on_device(arrivals)
         gradients = [arrival.gradient for arrival in arrivals.values()]
         feedback, units = [self.feedback[name] for name in arrivals], self.now.units
@@ -151,7 +152,7 @@ class Threshold(BucketCodec):
 
     def _packed(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         algorithm, n = self.algorithm, self.parameters[name].numel()
-        payload = self.payload_of((name,), n, max(1, len(indices)))
+        payload = self._payload_of((name,), n, max(1, len(indices)))
         if algorithm.values != "float32":
             values = ops.quantize(values, algorithm.values, algorithm.level, indices, payload.segments)
         out = torch.zeros(payload.size, dtype=torch.uint8, device=self.device)
@@ -169,7 +170,7 @@ class Threshold(BucketCodec):
 
     def _nothing(self, name: str) -> torch.Tensor:
         """Return the empty payload of a tensor that takes no part in this step."""
-        payload = self.payload_of((name,), self.parameters[name].numel(), 1)
+        payload = self._payload_of((name,), self.parameters[name].numel(), 1)
         out = torch.zeros(payload.size, dtype=torch.uint8, device=self.device)
         self._pack_nothing(payload, out)
         return out
@@ -182,7 +183,7 @@ class Threshold(BucketCodec):
         """Sum the payloads of all ranks for the members at these positions."""
         sizes, form = [self.parameters[name].numel() for name in names], self._form()
         channels, ranks = self._channels(names), self.now.world_size
-        if not device.is_cuda(self.device):
+        if not is_cuda(self.device):
             varying_ops.reduce_located_bucket(gathered, sizes, ranks, outs, places, scale, **form, channels=channels)
             return
         found = varying_ops.locate_payloads(gathered, sizes, ranks, **form, channels=channels)
