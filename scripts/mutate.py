@@ -10,6 +10,7 @@ changes that are not committed is refused. Fails if a fault was not found, or no
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -82,6 +83,7 @@ def changed_files() -> set[str]:
 
 def main() -> None:
     """Plant the faults that were asked for."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the line is put back
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="faults whose name, file or test has this in it")
     parser.add_argument("--list", action="store_true", help="only say what they are, and whether they fit the code")

@@ -7,7 +7,6 @@
 
 #include "finite.h"
 #include "hint.h"
-#include "run_length.h"
 #include "threshold.h"
 
 namespace hvd_sparse {
@@ -15,6 +14,7 @@ namespace {
 
 constexpr double kFitMargin = 0.97;    // elements above this fraction of the guessed threshold are gathered
 constexpr int64_t kFitSpan = 1 << 20;  // elements that are accumulated before their part of the sample is read
+constexpr int64_t kAhead = 32;         // prefetch distance, in entries: each is in another cache line
 
 // Returns the residuals at ascending indices, with zeros where there is no part.
 std::vector<float> ResidualsAt(const std::vector<Part>& parts, const std::vector<int64_t>& indices) {
@@ -143,6 +143,9 @@ Status CheckFilter(const Part& part, const FilterParams& filter, PayloadFormat f
   format.n = part.gradient.size;
   format.k = 1;
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
+  if (filter.fit.stages < 0) {
+    return Status::InvalidArgument("stages must be >= 0, got " + std::to_string(filter.fit.stages));
+  }
   if (filter.kind == FilterKind::kThreshold) return CheckThreshold(filter.threshold);
   HVD_SPARSE_RETURN_IF_ERROR(CheckCount(filter.k, format.n));
   if (filter.kind != FilterKind::kFitted) return Status::Ok();
@@ -176,14 +179,20 @@ Status ClearSent(const PayloadFormat& format, const uint8_t* payload, const std:
   int64_t size = 0;
   PayloadView view;
   HVD_SPARSE_RETURN_IF_ERROR(PayloadSize(format, &size));
-  HVD_SPARSE_RETURN_IF_ERROR(Validate(format, payload, size, &view));
-  std::vector<int64_t> indices(static_cast<size_t>(view.entries));
-  DecodeRunLength(view.positions.counts.data(), view.positions.Runs(), format.n, indices.data());
+  std::vector<int64_t> indices;
+  HVD_SPARSE_RETURN_IF_ERROR(ValidateIndices(format, payload, size, &view, &indices));
   auto slice = slices.begin();
   for (int64_t j = 0; j < view.entries; ++j) {
     const int64_t index = indices[static_cast<size_t>(j)];
     while (slice != slices.end() && slice->begin + slice->size <= index) ++slice;
     if (slice == slices.end()) break;
+    if (j + kAhead < view.entries) {
+      const int64_t next = indices[static_cast<size_t>(j + kAhead)] - slice->begin;
+      if (next >= 0 && next < slice->size) {
+        __builtin_prefetch(slice->feedback.residual + next, 1);
+        if (slice->feedback.velocity != nullptr) __builtin_prefetch(slice->feedback.velocity + next, 1);
+      }
+    }
     if (index < slice->begin) continue;
     float* residual = slice->feedback.residual + (index - slice->begin);
     const float sent = ValueAt(view, format.dtype, j);

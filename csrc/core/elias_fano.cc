@@ -43,11 +43,9 @@ Status FindBits(const uint8_t* section, int64_t bits, int64_t k, Found&& found) 
 }  // namespace
 
 int EliasFanoLowBits(int64_t n, int64_t k) {
-  int best = 0;
-  for (int low = 1; (n - 1) >> (low - 1) > 0; ++low) {
-    if (k * low + UpperBits(n, k, low) < k * best + UpperBits(n, k, best)) best = low;
-  }
-  return best;
+  int low = 0;  // one bit more costs k bits, and saves half of the zeros of the upper section, rounded up
+  while ((((n - 1) >> low) + 1) / 2 > k) ++low;
+  return low;
 }
 
 int64_t EliasFanoLowerSize(int64_t n, int64_t k) { return Bytes(k * EliasFanoLowBits(n, k)); }

@@ -23,7 +23,8 @@ int64_t GroupCount(const Segments& segments) {
 
 // The groups that contain at least one of the indices, numbered in ascending order.
 struct Slots {
-  Slots(const Segments& segments, const int64_t* indices, int64_t k) : of(static_cast<size_t>(k)) {
+  Slots(const Segments& segments, const int64_t* indices, int64_t k)
+      : of(segments.empty() ? 0 : static_cast<size_t>(k)) {
     if (segments.empty()) {
       count = k > 0 ? 1 : 0;
       return;
@@ -34,14 +35,19 @@ struct Slots {
       for (; at + 1 < segments.size() && indices[j] >= segments[at + 1].begin; ++at) first += segments[at].channels;
       of[static_cast<size_t>(j)] = first + (indices[j] - segments[at].begin) % segments[at].channels;
     }
-    std::vector<int64_t> groups = of;
-    std::sort(groups.begin(), groups.end());
-    groups.erase(std::unique(groups.begin(), groups.end()), groups.end());
-    for (int64_t& group : of) group = std::lower_bound(groups.begin(), groups.end(), group) - groups.begin();
-    count = static_cast<int64_t>(groups.size());
+    std::vector<int64_t> slots(static_cast<size_t>(GroupCount(segments)), 0);
+    for (const int64_t group : of) slots[static_cast<size_t>(group)] = 1;
+    for (int64_t& slot : slots) {
+      const int64_t is_used = slot;
+      slot = count;
+      count += is_used;
+    }
+    for (int64_t& group : of) group = slots[static_cast<size_t>(group)];
   }
 
-  std::vector<int64_t> of;
+  size_t Of(int64_t j) const { return of.empty() ? 0 : static_cast<size_t>(of[static_cast<size_t>(j)]); }
+
+  std::vector<int64_t> of;  // empty if there is one group
   int64_t count = 0;
 };
 
@@ -111,7 +117,7 @@ Status QuantizeLowBit(const float* values, const int64_t* indices, int64_t k, DT
   const Slots slots(segments, indices, k);
   const bool splits = CodeBits(dtype) == 2;
   const auto groups = static_cast<size_t>(slots.count);
-  const auto group_of = [&](int64_t j) { return static_cast<size_t>(slots.of[static_cast<size_t>(j)]); };
+  const auto group_of = [&](int64_t j) { return slots.Of(j); };
   std::vector<double> split(groups, 0);
   if (splits) {
     GroupClasses whole(groups, 1);
@@ -138,7 +144,7 @@ Status WriteLowBit(const float* values, const int64_t* indices, int64_t k, DType
   std::vector<uint32_t> low(static_cast<size_t>(slots.count), kUnsetMagnitude);
   std::vector<uint32_t> high(static_cast<size_t>(slots.count), 0);
   for (int64_t j = 0; j < k; ++j) {
-    const auto slot = static_cast<size_t>(slots.of[static_cast<size_t>(j)]);
+    const size_t slot = slots.Of(j);
     low[slot] = std::min(low[slot], MagnitudeBits(values[j]));
     high[slot] = std::max(high[slot], MagnitudeBits(values[j]));
   }
@@ -148,7 +154,7 @@ Status WriteLowBit(const float* values, const int64_t* indices, int64_t k, DType
     if (code_bits == 2) std::memcpy(out + kLevelBytes, &high[slot], sizeof high[slot]);
   }
   for (int64_t j = 0; j < k; ++j) {
-    const auto slot = static_cast<size_t>(slots.of[static_cast<size_t>(j)]);
+    const size_t slot = slots.Of(j);
     const uint32_t bits = MagnitudeBits(values[j]);
     const bool is_large = bits != low[slot];
     if (is_large && (code_bits == 1 || bits != high[slot])) {
@@ -169,7 +175,7 @@ void ReadLowBit(const uint8_t* section, const int64_t* indices, int64_t k, DType
     const uint32_t code = codes[code_bits * j / 8] >> (code_bits * j % 8);
     const int64_t which = code_bits == 2 ? (code >> 1) & 1u : 0;
     uint32_t bits;
-    std::memcpy(&bits, section + kLevelBytes * (code_bits * slots.of[static_cast<size_t>(j)] + which), sizeof bits);
+    std::memcpy(&bits, section + kLevelBytes * (code_bits * static_cast<int64_t>(slots.Of(j)) + which), sizeof bits);
     values[j] = BitsToFloat((bits & 0x7fffffffu) | (code & 1u) << 31);
   }
 }

@@ -7,7 +7,6 @@
 
 #include "layout.h"
 #include "multiversion.h"
-#include "run_length.h"
 
 namespace hvd_sparse {
 namespace {
@@ -115,9 +114,8 @@ Status PackKept(const PayloadFormat& format, const Array& values, const uint8_t*
 Status UnpackRows(const PayloadFormat& format, const uint8_t* payload, int64_t size, void* values, uint8_t* mask) {
   HVD_SPARSE_RETURN_IF_ERROR(CheckScalar(format.dtype));
   PayloadView view;
-  HVD_SPARSE_RETURN_IF_ERROR(Validate(format, payload, size, &view));
-  std::vector<int64_t> indices(static_cast<size_t>(view.entries));
-  DecodeRunLength(view.positions.counts.data(), view.positions.Runs(), format.n, indices.data());
+  std::vector<int64_t> indices;
+  HVD_SPARSE_RETURN_IF_ERROR(ValidateIndices(format, payload, size, &view, &indices));
   ScatterValues(format.dtype, view, indices, format.n, values);
   std::memset(mask, 0, static_cast<size_t>(format.n));
   for (const int64_t index : indices) mask[index] = 1;

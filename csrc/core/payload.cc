@@ -91,13 +91,12 @@ void CopyValues(const PayloadFormat& format, const PayloadView& view, void* valu
   for (int64_t j = 0; j < view.entries; ++j) static_cast<float*>(values)[j] = ValueAt(view, format.dtype, j);
 }
 
-void ReadValues(const PayloadFormat& format, const uint8_t* payload, PayloadView* view) {
+// The indices are read where values of several groups have few bits.
+void ReadValues(const PayloadFormat& format, const uint8_t* payload, const int64_t* indices, PayloadView* view) {
   view->values = payload + ValuesAt(format);
   if (!IsLowBit(format.dtype)) return;
-  std::vector<int64_t> indices(static_cast<size_t>(view->entries));
-  DecodeRunLength(view->positions.counts.data(), view->positions.Runs(), format.n, indices.data());
-  view->low_bit.resize(indices.size());
-  ReadLowBit(view->values, indices.data(), view->entries, format.dtype, format.segments, view->low_bit.data());
+  view->low_bit.resize(static_cast<size_t>(view->entries));
+  ReadLowBit(view->values, indices, view->entries, format.dtype, format.segments, view->low_bit.data());
 }
 
 // A damaged number of entries moves all payloads after it. Returns the error of the first located payload that is
@@ -206,7 +205,22 @@ Status Validate(const PayloadFormat& format, const uint8_t* payload, int64_t siz
   HVD_SPARSE_RETURN_IF_ERROR(CheckBytes(format, payload, size, &view->entries));
   HVD_SPARSE_RETURN_IF_ERROR(
       ReadPositions(format.coding, payload + kPositionsAt, format.n, format.k, view->entries, &view->positions));
-  ReadValues(format, payload, view);
+  std::vector<int64_t> indices;
+  if (IsLowBit(format.dtype) && !format.segments.empty()) {
+    indices.resize(static_cast<size_t>(view->entries));
+    DecodeRunLength(view->positions.counts.data(), view->positions.Runs(), format.n, indices.data());
+  }
+  ReadValues(format, payload, indices.data(), view);
+  return Status::Ok();
+}
+
+Status ValidateIndices(const PayloadFormat& format, const uint8_t* payload, int64_t size, PayloadView* view,
+                       std::vector<int64_t>* indices) {
+  HVD_SPARSE_RETURN_IF_ERROR(CheckBytes(format, payload, size, &view->entries));
+  indices->resize(static_cast<size_t>(view->entries));
+  HVD_SPARSE_RETURN_IF_ERROR(
+      ReadIndices(format.coding, payload + kPositionsAt, format.n, format.k, view->entries, indices->data()));
+  ReadValues(format, payload, indices->data(), view);
   return Status::Ok();
 }
 
@@ -282,16 +296,11 @@ void Unpack(const PayloadFormat& format, const PayloadView& view, int64_t* indic
 Status UnpackChecked(const PayloadFormat& format, const uint8_t* payload, int64_t size, int64_t* indices, void* values,
                      int64_t* entries) {
   PayloadView view;
-  if (IsLowBit(format.dtype)) {  // the levels depend on the positions
-    HVD_SPARSE_RETURN_IF_ERROR(Validate(format, payload, size, &view));
-    Unpack(format, view, indices, values);
-  } else {
-    HVD_SPARSE_RETURN_IF_ERROR(CheckBytes(format, payload, size, &view.entries));
-    HVD_SPARSE_RETURN_IF_ERROR(
-        ReadIndices(format.coding, payload + kPositionsAt, format.n, format.k, view.entries, indices));
-    view.values = payload + ValuesAt(format);
-    CopyValues(format, view, values);
-  }
+  HVD_SPARSE_RETURN_IF_ERROR(CheckBytes(format, payload, size, &view.entries));
+  HVD_SPARSE_RETURN_IF_ERROR(
+      ReadIndices(format.coding, payload + kPositionsAt, format.n, format.k, view.entries, indices));
+  ReadValues(format, payload, indices, &view);
+  CopyValues(format, view, values);
   *entries = view.entries;
   return Status::Ok();
 }

@@ -52,6 +52,10 @@ struct PayloadView {
 // Checks everything that decoding relies on: size, header against `format`, checksum, counts, runs.
 Status Validate(const PayloadFormat& format, const uint8_t* payload, int64_t size, PayloadView* view);
 
+// The same, but returns the positions as ascending indices, and leaves view.positions empty.
+Status ValidateIndices(const PayloadFormat& format, const uint8_t* payload, int64_t size, PayloadView* view,
+                       std::vector<int64_t>* indices);
+
 // Returns an error that names the rank whose payload is at fault.
 Status FromRank(int64_t rank, Status status);
 

@@ -53,12 +53,13 @@ void ScanRange(const T* data, int64_t begin, int64_t end, Sink* sink) {
 template <typename T>
 void FillWithZeros(const T* data, int64_t n, int64_t k, std::vector<int64_t>* indices) {
   for (const bool want_nan : {false, true}) {
+    const auto before = static_cast<std::ptrdiff_t>(indices->size());
     for (int64_t i = 0; i < n && static_cast<int64_t>(indices->size()) < k; ++i) {
       const auto magnitude = MagnitudeBits(data[i]);
       if (want_nan ? magnitude > kInfinityBits<T> : magnitude == 0) indices->push_back(i);
     }
+    std::inplace_merge(indices->begin(), indices->begin() + before, indices->end());
   }
-  std::sort(indices->begin(), indices->end());
 }
 
 // Takes up to three passes with ever lower bars: the hint's, whose elements the caller may have gathered already, a

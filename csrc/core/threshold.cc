@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "selection_key.h"
+#include "strata.h"
 
 namespace hvd_sparse {
 namespace {
@@ -64,9 +65,8 @@ int64_t SampleSize(int64_t n, const ThresholdParams& params) {
 template <typename T>
 double SampledThreshold(const T* data, int64_t n, const ThresholdPlan& plan, uint64_t seed) {
   std::vector<BitsOf<T>> sample(static_cast<size_t>(plan.size));
-  for (int64_t j = 0; j < plan.size; ++j) {
-    sample[static_cast<size_t>(j)] = OrderedBits(data[SamplePosition(n, plan.size, seed, j)]);
-  }
+  Strata strata(n, plan.size, seed);
+  for (BitsOf<T>& bits : sample) bits = OrderedBits(data[strata.Next()]);
   std::nth_element(sample.begin(), sample.begin() + (plan.rank - 1), sample.end(), std::greater<>());
   return MagnitudeFromBits(T{}, sample[static_cast<size_t>(plan.rank - 1)]);
 }

@@ -4,7 +4,7 @@ import horovod.torch as hvd
 import pytest
 from gradients import SHAPES, draw, shuffled, whole_numbers
 from helpers import assert_ranks_agree, distributed, drive, everywhere, make_parameters, memory_of, step
-from oracle import Method
+from oracle import STEPS, Method
 from test_conservation import Ledger
 from test_oracle import Trial, run
 
@@ -44,7 +44,7 @@ def make(request):
 @pytest.mark.parametrize("values", ["int2", "int1"])
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
 def test_what_is_sent_is_signs_and_the_papers_levels(values, granularity):
-    """Over 100 steps, residual and velocity with it."""
+    """Over many steps, residual and velocity with it."""
     trials = []
     for number, (method, settings, also) in enumerate(
         [
@@ -65,10 +65,10 @@ def test_what_is_sent_is_signs_and_the_papers_levels(values, granularity):
                 f"{method}.{number}",
                 Method(**settings, **also),
                 lambda named, build=build, settings=settings: build(named, **settings),
-                100,
+                STEPS,
             )
         )
-    run(trials, 100)
+    run(trials, STEPS)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: " ".join(form.values()))

@@ -14,6 +14,15 @@ from hvd_sparse.torch import Compression
 SETTINGS = {"density": 0.05, "min_numel": 100}
 
 
+@pytest.fixture(autouse=True)
+def earlier_objects_are_left_alone():
+    """The garbage collector looks at the objects of this test only; those of a whole session take it a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def bytes_held():
     """Return the bytes of all tensors that Python can reach."""
     tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]

@@ -329,6 +329,7 @@ def train(optimizer, forward, update, inputs):
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # Horovod's functions
+@pytest.mark.each_value
 @pytest.mark.parametrize("method", ["dgc", "micro"])  # Horovod's hooks start MiCRO's collectives in backward
 @pytest.mark.parametrize("compiled", ["model", "optimizer", "all"])
 def test_compiled_training_is_as_it_is_otherwise(compiled, method):

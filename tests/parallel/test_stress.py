@@ -5,6 +5,7 @@ import time
 import horovod.torch as hvd
 import numpy as np
 import pytest
+import tiers
 import torch
 from gradients import SCOPES, shuffled
 from helpers import assert_ranks_agree, distributed, make_parameters, memory_of, step, total
@@ -13,11 +14,12 @@ from hvd_sparse.torch import Compression
 
 COUNT = 300
 STEPS = 300
+LEAST = 20 if tiers.ALL else 10
 
 
-@pytest.mark.parametrize(("bucket_bytes", "seconds"), [(1, 6.0), (4096, 1.5)])
+@pytest.mark.parametrize(("bucket_bytes", "seconds"), [(1, 6.0 if tiers.ALL else 3.0), (4096, 1.5)])
 def test_hundreds_of_names_a_step(bucket_bytes, seconds):
-    """As many steps as fit into a few seconds, at least 20: nothing hangs, nothing is lost, ranks agree."""
+    """As many steps as fit into a few seconds, at least LEAST: nothing hangs, nothing is lost, ranks agree."""
     shapes = {f"p{i:03d}": (1 + i * 7 % 50,) for i in range(COUNT)}
     parameters = make_parameters(shapes)
     for parameter in parameters.values():
@@ -28,7 +30,7 @@ def test_hundreds_of_names_a_step(bucket_bytes, seconds):
     optimizer = distributed(parameters, compression, lr=1.0, op=hvd.Sum)
     fed = {name: np.zeros(shape) for name, shape in shapes.items()}
     deadline, t = time.monotonic() + seconds, 0
-    while t < 20 or (t < STEPS and total(time.monotonic() < deadline) == hvd.size()):
+    while t < LEAST or (t < STEPS and total(time.monotonic() < deadline) == hvd.size()):
         generator = np.random.default_rng([t, hvd.rank()])
         gradients = {name: generator.integers(-9, 10, shape) * 1.0 for name, shape in shapes.items()}
         for name, gradient in gradients.items():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gradients import SCOPES, SHAPES, draw, shuffled, whole_numbers
 from helpers import assert_ranks_agree, distributed, drive, everywhere, make_parameters, memory_of, step, total
-from oracle import Method
+from oracle import STEPS, Method
 from test_conservation import Ledger
 from test_oracle import Trial, run
 
@@ -46,12 +46,12 @@ def test_dct_is_that_of_the_paper():
         )
         for lifespan, band in ((1, 4.0), (10, None), (1000, None), (1000, 1.5))
     ]
-    run(trials, 100)
+    run(trials, STEPS)
 
 
 def test_a_hard_threshold_sends_what_reaches_it():
     make = functools.partial(Compression.hard_threshold, value=2.5, min_numel=100)
-    run([Trial("hard", Method(value=2.5), make, 100)], 100)
+    run([Trial("hard", Method(value=2.5), make, STEPS)], STEPS)
 
 
 @pytest.mark.parametrize("distribution", ["exponential", "gamma", "pareto"])
@@ -60,20 +60,20 @@ def test_sidco_is_that_of_the_paper(distribution):
     for stages in (1, 3):
         settings = {"density": 0.05, "stages": stages, "distribution": distribution, "min_numel": 100}
         make = functools.partial(Compression.sidco, **settings)
-        trials.append(Trial(f"{stages}", Method(**settings), make, 100))
-    run(trials, 100)
+        trials.append(Trial(f"{stages}", Method(**settings), make, STEPS))
+    run(trials, STEPS)
 
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_topk_is_exact(scope):
     settings = {"density": 0.02, "scope": scope, "min_numel": 100}
-    run([Trial(scope, Method(**settings), lambda named: Compression.topk(named, **settings), 100)], 100)
+    run([Trial(scope, Method(**settings), lambda named: Compression.topk(named, **settings), STEPS)], STEPS)
 
 
 def test_cltk_sends_what_the_leader_selects():
     settings = {"density": 0.02, "min_numel": 100}
     method = Method(scope="model", cyclic=True, **settings)
-    run([Trial("cltk", method, lambda named: Compression.cltk(named, **settings), 100)], 100)
+    run([Trial("cltk", method, lambda named: Compression.cltk(named, **settings), STEPS)], STEPS)
 
 
 def test_random_k_sends_the_same_few_of_all_in_turn():

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import warnings
 
 import pytest
@@ -82,6 +83,19 @@ def test_a_checkpoint_resumes_with_the_sum_of_all_ranks(tmp_path):
     later.train(resumed.train(resume_from_checkpoint=True)[-3:])
     assert_same(resumed.module.layers, later.module)
     assert_same_memory(resumed.callback.compression.state_dict(), prefixed(later.compression.state_dict()))
+
+
+def test_a_state_that_only_some_ranks_find_is_refused_on_all(tmp_path):
+    """As on hosts without a common file system, to which the checkpoint was copied by hand."""
+    folder = shared_folder(tmp_path)
+    Training(folder).train()
+    own = f"{folder}/{dist.get_rank()}"
+    shutil.copytree(f"{folder}/checkpoint-3", f"{own}/checkpoint-3")
+    if dist.get_rank() > 0:
+        os.remove(f"{own}/checkpoint-3/compression.pt")
+    lacking = ", ".join(map(str, range(1, dist.get_world_size())))
+    with pytest.raises(ValueError, match=f"compression.pt is missing on ranks {lacking}: copy it to all, or delete it"):
+        Training(own, max_steps=6).train(resume_from_checkpoint=f"{own}/checkpoint-3")
 
 
 def test_a_checkpoint_without_a_state_is_warned_of(tmp_path):

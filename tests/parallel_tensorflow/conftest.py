@@ -17,6 +17,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import horovod.tensorflow as hvd
 import leftover_sets
 import tensorflow as tf
+import tiers
 from job import Job
 
 # under Gloo each rank is a separate world of MPI, which pipelines refuse
@@ -48,5 +49,7 @@ def pytest_configure(config):
         "ignore:hvd_sparse. Horovod calls no compressor (with one process|in a process set of one rank)",
     )
     config.pluginmanager.register(Job(hvd, start))
+    if not tiers.ALL:  # a fifth of the time; jobs of tests/single, and `make test-all`, train with optimised graphs
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)

@@ -123,6 +123,7 @@ def test_fits_alone_are_those_of_the_twin(shape, distribution):
 
 
 WRONG = [
+    ({"stages": [-1]}, "stages must be >= 0, got -1"),
     ({"stages": [1, 1]}, "stages must have 1 entries, one a member; got 2"),
     ({"ks": [0]}, r"k must be in \[1, 9\]"),
     ({"ks": [10]}, r"k must be in \[1, 9\]"),

@@ -170,6 +170,8 @@ REFUSALS = [
     (native_changes.set_clocks, (TOO_FAR, CLOCKS, 1), {}, "places in the last block must be below 8, got 8"),
     (native_changes.set_clocks, (SHORT, CLOCKS, 1), {}, "places must have 2 elements, got 1"),
     (native_changes.set_clocks, (SHORT, CLOCKS.astype(np.int64), 1), {}, "clocks must be a contiguous array"),
+    (native_changes.set_clocks, (CHANGED, CLOCKS, 2**32), {}, "clock must be .* from 0 to 4294967295, got 4294967296"),
+    (native_changes.mark_changed_after, (CLOCKS, -1, MARKS), {}, "clock must be .* from 0 to 4294967295, got -1"),
     (native_changes.sealed_crc, (np.zeros(31, np.uint8),), {}, "payload must have at least 32 bytes, got 31"),
     (native_changes.mark_changed_after, (CLOCKS.astype(np.int64), 1, MARKS), {}, "clocks must be a contiguous array"),
     (native_changes.mark_changed_after, (CLOCKS, 1, np.zeros(2, np.uint64)), {}, "marks must have 1 elements, got 2"),
