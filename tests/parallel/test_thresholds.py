@@ -42,7 +42,7 @@ def test_dct_is_that_of_the_paper():
             f"lifespan.{lifespan}.{band}",
             Method(lifespan=lifespan, band=band, **DCT),
             functools.partial(Compression.dct, lifespan=lifespan, band=band, **DCT),
-            100,
+            STEPS,
         )
         for lifespan, band in ((1, 4.0), (10, None), (1000, None), (1000, 1.5))
     ]
