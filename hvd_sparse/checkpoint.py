@@ -67,7 +67,7 @@ def check_state(
             f"the state has {count} buffers, and had {state['buffers']} when saved: torch.distributed.checkpoint "
             "restores only what the state given to it has. Save and load state_dict(summed=True) instead"
         )
-    found = {name: on_host(numbers) for name, numbers in state["thresholds"].items()}
+    found = {name: as_array(numbers) for name, numbers in state["thresholds"].items()}
     expected = {} if state["summed"] else dict(thresholds)
     if {name: numbers.size for name, numbers in found.items()} != expected:
         raise ValueError("the state belongs to another method or other parameters: it has other thresholds")
@@ -104,7 +104,7 @@ def _check_buffers(name: str, saved: Mapping, size: int, kinds: tuple[str, ...])
             )
         if tuple(getattr(buffer, "shape", ())) != (size,):
             raise ValueError(f"{name}: the state's {kind} must have {size} elements")
-        if not np.isfinite(on_host(buffer)).all():
+        if not np.isfinite(as_array(buffer)).all():
             raise ValueError(
                 f"{name}: the state's {kind} must be finite, got NaN or infinity. Load a checkpoint from before "
                 "training diverged"
@@ -310,7 +310,7 @@ def _fill_share(share: np.ndarray, total: np.ndarray, place: int, count: int) ->
     share[:] = even if place > 0 else total.astype(np.float64) - (count - 1.0) * even.astype(np.float64)
 
 
-def on_host(saved) -> np.ndarray:
+def as_array(saved) -> np.ndarray:
     """Return a saved buffer, of any framework and on any device, as a NumPy array."""
     return np.asarray(saved.cpu() if hasattr(saved, "cpu") else saved)
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
 from hvd_sparse.sampling import hash_index
-from hvd_sparse.stages import ADAPT_STEPS, Stages
+from hvd_sparse.stages import ADAPT_STEPS, FitStages
 
 SMALLEST = 2.0**-149  # of float32: every nonzero number reaches it
 LOWEST_MARGIN = 0.5
@@ -221,7 +221,7 @@ class FittedThreshold:
     def restore(self, numbers: Sequence[float]) -> None:
         """Continue from `numbers()`."""
         more, turned, error, knows, self._achieved, steps = map(float, numbers)
-        self._stages = Stages(self._algorithm.stages + int(more), -1 if turned else 1, error if knows else math.inf)
+        self._stages = FitStages(self._algorithm.stages + int(more), -1 if turned else 1, error if knows else math.inf)
         self._steps, self._density, self._guess = int(steps), 1.0, 0.0
 
     def plan(self, step: int, k: int, n: int) -> Plan:

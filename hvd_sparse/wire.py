@@ -160,19 +160,7 @@ def largest_payload(
 
 
 def positions_size(coding: str, n: int, k: int) -> int:
-    """Return the size of the positions of k of n elements.
-
-    Args:
-        coding: "run_length", "elias_fano", "bitmap" or "dense".
-        n: Number of elements.
-        k: Number of entries, from 1 to n.
-
-    Returns:
-        The size in bytes, before the padding that follows.
-
-    Raises:
-        Nothing: the arguments are not checked.
-    """
+    """Return the bytes of the positions of k of n elements, before padding. coding: not "auto"."""
     if coding == "run_length":
         bitmap_bytes = -(-block_count(n) // 8) if k >= BLOCK else 0
         return round_up(2 * block_count(n) + bitmap_bytes, 2) + 2 * k
@@ -184,34 +172,14 @@ def positions_size(coding: str, n: int, k: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def elias_fano_low_bits(n: int, k: int) -> int:
-    """Return the smallest number of low bits that minimizes the code's length, k * low + ((n - 1) >> low) + k bits.
-
-    Args:
-        n: Number of elements, at least 1.
-        k: Number of entries, from 1 to n.
-
-    Returns:
-        The number of low bits of each index.
-
-    Raises:
-        Nothing: the arguments are not checked.
-    """
+    """Return the smallest number of low bits that minimizes the code's length, k * low + ((n - 1) >> low) + k bits."""
     return min(range((n - 1).bit_length() + 1), key=lambda low: k * low + ((n - 1) >> low))
 
 
 def resolve_coding(coding: str, n: int, k: int) -> str:
     """Return the coding that "auto" stands for; other codings unchanged.
 
-    Args:
-        coding: As in `payload_size`.
-        n: Number of elements.
-        k: Number of entries, from 1 to n.
-
-    Returns:
-        "auto" is "dense" if k = n; else the smaller one of "bitmap" and "elias_fano", "bitmap" if they are equal.
-
-    Raises:
-        Nothing: the arguments are not checked.
+    "auto" is "dense" if k = n; else the smaller one of "bitmap" and "elias_fano", "bitmap" if they are equal.
     """
     if coding != "auto":
         return coding
@@ -229,19 +197,7 @@ def _values_form(n: int, k: int, value_dtype: str, segments: Segments) -> tuple[
 
 
 def group_count(segments: Segments, n: int) -> int:
-    """Return the number of groups in n elements.
-
-    Args:
-        segments: As in `payload_size`.
-        n: Number of elements.
-
-    Returns:
-        The sum of the segments' channels; 1 without segments.
-
-    Raises:
-        ValueError: The segments do not begin at 0, do not ascend below n, or one has less than 1 channel or more than
-            elements.
-    """
+    """Return the number of groups in n elements, the sum of the segments' channels; ValueError unless they fit n."""
     if segments is None or len(segments) == 0:
         return 1
     begins = [int(begin) for begin, _ in segments]
@@ -316,16 +272,5 @@ def compression_ratio(n: int, k: int, coding: str = "run_length", value_dtype: s
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `number`.
-
-    Args:
-        number: An integer.
-        multiple: Above 0.
-
-    Returns:
-        An integer.
-
-    Raises:
-        ZeroDivisionError: `multiple` is 0.
-    """
+    """Return the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple

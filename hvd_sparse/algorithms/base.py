@@ -99,7 +99,7 @@ Raises:
 
 
 def documented(method: Signature) -> Signature:
-    """Replace the names of SHARED_ARGUMENTS in a method's docstring by their text."""
+    """Complete a public method: its docstring, its name in Python's errors, and what says that it must be called."""
     text = inspect.cleandoc(method.__doc__ or "")
     for name, arguments in SHARED_ARGUMENTS.items():
         text = text.replace(f"    {name}", arguments)

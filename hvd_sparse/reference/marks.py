@@ -6,8 +6,7 @@ import numpy as np
 
 from hvd_sparse.reference.changes import select_top_k_of_difference
 from hvd_sparse.reference.coding import pack
-
-BLOCK = 65536
+from hvd_sparse.wire import BLOCK
 
 
 def marked_indices(marks, n) -> np.ndarray:

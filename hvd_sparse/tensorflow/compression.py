@@ -30,7 +30,7 @@ from hvd_sparse.tensorflow.calls import (
     warn_of_turns,
     warn_of_twins,
 )
-from hvd_sparse.tensorflow.devices import CPU, on_host, place_buffers
+from hvd_sparse.tensorflow.devices import CPU, on_cpu, place_buffers
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, make_error_feedback, make_variable
 from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
 from hvd_sparse.tensorflow.hosts import Hosts, make_hosts
@@ -365,7 +365,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         outer = getattr(graph, "outer_graph", graph)
         number = parts.calls_in.get(outer, 0)
         parts.calls_in[outer] = number + 1
-        with outer.as_default(), tf.control_dependencies(None), on_host(parts.step.device):
+        with outer.as_default(), tf.control_dependencies(None), on_cpu(parts.step.device):
             suffix = f".{number}" if number else ""
             log = self._report if parts.logs else None
             arrivals, now = parts.step.build(gradients, self._factors(call), suffix, description, log)

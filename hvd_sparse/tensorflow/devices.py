@@ -35,7 +35,7 @@ def beside(device: str) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if device == CPU else tf.device(device)
 
 
-def on_host(device: str) -> contextlib.AbstractContextManager:
+def on_cpu(device: str) -> contextlib.AbstractContextManager:
     """Return a context that keeps operations on a few numbers on the CPU, if the buffers are on a GPU.
 
     TensorFlow would place them on the GPU, where each takes as long as one on a large tensor.

@@ -37,12 +37,12 @@ class ErrorFeedback(tf.__internal__.tracking.AutoTrackable):
         self._of = SimpleNamespace(variable=variable)
         self.size = variable.shape.num_elements()
         is_large = algorithm.compresses(name, self.size)
-        self.may_wait = is_large and not is_always_dense(algorithm.schedule)
-        waits = is_large or self.retained > 0.0 or self.may_be_cut()
+        self.is_compressed = is_large and not is_always_dense(algorithm.schedule)
+        has_residual = is_large or self.retained > 0.0 or self.may_be_cut()
         self.buffers = {
             kind: make_variable([self.size], f"hvd_sparse/{name}/{kind}", device=device)
             for kind in self.BUFFERS
-            if kind != "residual" or waits
+            if kind != "residual" or has_residual
         }
 
     @property

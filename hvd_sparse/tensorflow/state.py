@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 import tensorflow as tf
 
-from hvd_sparse.checkpoint import LARGEST, SPAN, VERSION, check_state, growth, on_host, refused, share_of, with_names
+from hvd_sparse.checkpoint import LARGEST, SPAN, VERSION, as_array, check_state, growth, refused, share_of, with_names
 from hvd_sparse.reduce_scatter import restored, state_of
 
 
@@ -59,7 +59,7 @@ def _changes(compressor, rows: Mapping[str, int], state: dict, exchange) -> Iter
         for kind, buffer in memory.buffers.items():
             value, place, count = np.zeros(memory.size), exchange.rank(), exchange.size()
             if kind in saved:
-                value = on_host(saved[kind])
+                value = as_array(saved[kind])
             if summed and hosts is not None and name in hosts.cuts:
                 value, place, count = value[slice(*hosts.bounds(name))], hosts.host_number, hosts.count
             factor = growth(state, exchange.size()) if summed else 1.0
@@ -67,7 +67,7 @@ def _changes(compressor, rows: Mapping[str, int], state: dict, exchange) -> Iter
     for number, variable in enumerate(compressor.thresholds):
         values = np.zeros(variable.shape, np.float64)
         for name, numbers in state["thresholds"].items():
-            values[rows[name]] = on_host(numbers)[number]
+            values[rows[name]] = as_array(numbers)[number]
         yield variable, values
 
 
@@ -108,7 +108,7 @@ def _check(compressor, thresholds: Mapping[str, int], state: dict, exchange) -> 
     check_state(state, sizes, kinds, thresholds, identity, method)
     for name, memory in feedback.items():
         for kind, saved in state["memory"].get(name, {}).items():
-            if kind not in memory.buffers and np.any(on_host(saved)):
+            if kind not in memory.buffers and np.any(as_array(saved)):
                 raise ValueError(
                     f"{name}: the state has a {kind} that would be lost, as the variable is sent dense now: give the "
                     "compression the min_numel and the dense that it had"

@@ -31,7 +31,7 @@ from hvd_sparse.schedule import Constant
 from hvd_sparse.tensorflow import ops
 from hvd_sparse.tensorflow.codecs import CODECS
 from hvd_sparse.tensorflow.codecs.base import Arrival, Round, once
-from hvd_sparse.tensorflow.devices import CPU, beside, on_host
+from hvd_sparse.tensorflow.devices import CPU, beside, on_cpu
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, clip_ratio
 from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.hosts import Hosts
@@ -79,8 +79,8 @@ class Step:
         algorithm, exchange = self._between
         size = exchange.size()
         if self._fallback is None or self._fallback.world_size != size:
-            waiting = {name: feedback.variable for name, feedback in self.feedback.items() if feedback.may_wait}
-            tensors = {name: TensorSize(tuple(one.shape.as_list()), one.dtype.size) for name, one in waiting.items()}
+            compressed = {name: feedback.variable for name, feedback in self.feedback.items() if feedback.is_compressed}
+            tensors = {name: TensorSize(tuple(one.shape.as_list()), one.dtype.size) for name, one in compressed.items()}
             one_by_one = self.hosts is None  # the shards of a step are all sparse, or all dense
             self._fallback, self._timings = DenseFallback(algorithm, tensors, size, one_by_one), 0
         return self._fallback
@@ -114,9 +114,9 @@ class Step:
         several calls in one graph. lines: the settings, which must be the same on every rank. log: called after each
         step with the number of steps so far.
         """
-        waiting = {name for name in gradients if self.feedback[name].may_wait} - self.fallback().always
+        compressed = {name for name in gradients if self.feedback[name].is_compressed} - self.fallback().always
         arrivals = [
-            Arrival(name, gradient, gradient.dtype, self.feedback[name], name in waiting)
+            Arrival(name, gradient, gradient.dtype, self.feedback[name], name in compressed)
             for name, gradient in gradients.items()
         ]
         now = self._begin(*factors, suffix, [*lines, *gradients])
@@ -165,7 +165,7 @@ class Step:
 
         def decoded() -> tf.Tensor:
             """Return the sum of the payloads."""
-            with on_host(self.device):
+            with on_cpu(self.device):
                 token = tf.cast(reduced, tf.float32)
                 expected = tf.cast(now.units.reduction * now.units.world_size, tf.float32)
             with beside(self.device):

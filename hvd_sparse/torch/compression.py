@@ -126,6 +126,11 @@ class SparseCompressor(Compressor):
                 self._end()
             return result
 
+    def restore_own(self, state: dict) -> None:
+        """Load a state of this process, from before an elastic job was reset: its ranks may have other numbers now."""
+        own = {key: value for key, value in state.items() if key != "shard"}
+        self.load_state_dict({**own, "ranks": self._exchange.size(), "rank": self._exchange.rank()})
+
     def _refuse_two_optimizers(self, arrival: Arrival, tensor: torch.Tensor) -> None:
         """Raise RuntimeError if the gradient of an arrival, unchanged, comes again from another optimizer."""
         optimizer, is_same = calling_optimizer(self), arrival.passed is tensor and arrival.version == tensor._version

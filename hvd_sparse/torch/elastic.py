@@ -19,10 +19,8 @@ class CompressionStateHandler(StateHandler):
         self._saved = self.value.state_dict()
 
     def restore(self) -> None:
-        """Go back to the copy. Ranks and shards may have other numbers since: it is this process's own state."""
-        exchange = self.value._exchange
-        own = {key: value for key, value in self._saved.items() if key != "shard"}
-        self.value.load_state_dict({**own, "ranks": exchange.size(), "rank": exchange.rank()})
+        """Go back to the copy."""
+        self.value.restore_own(self._saved)
 
     def sync(self) -> None:
         """Keep the current state. In the first step after a reset, the ranks agree on the number of the step."""

@@ -1,4 +1,4 @@
-"""Finds wrong uses that gradients do not show: a loss scale not set, two momenta, weak decay, two passes for a step."""
+"""Finds wrong uses that gradients do not show: no loss scale, two momenta, the optimizer's weight decay, two passes."""
 
 import functools
 import weakref

@@ -2,7 +2,7 @@
 
 import torch
 
-from hvd_sparse.checkpoint import LARGEST, SPAN, VERSION, check_state, growth, on_host, refused, share_of
+from hvd_sparse.checkpoint import LARGEST, SPAN, VERSION, as_array, check_state, growth, refused, share_of
 from hvd_sparse.reduce_scatter import restored, state_of
 from hvd_sparse.torch.error_feedback import StatePart
 from hvd_sparse.torch.exchange import Exchange
@@ -72,7 +72,7 @@ def _fill(part: StatePart, saved: dict[str, torch.Tensor], factor: float | None)
         own = None if whole is None else whole.narrow(0, part.begin, size)
         if own is not None and (kind in feedback.buffers or bool(own.any())):
             if factor is not None:
-                own = torch.from_numpy(share_of(on_host(own), part.place, part.count, factor))
+                own = torch.from_numpy(share_of(as_array(own), part.place, part.count, factor))
             feedback.buffer(kind).copy_(own)
         elif kind in feedback.buffers:
             feedback.buffers[kind].zero_()

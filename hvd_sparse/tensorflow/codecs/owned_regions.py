@@ -34,7 +34,7 @@ class OwnedRegions(FixedCount):
     @property
     def scatters(self) -> bool:
         """Whether the exchange is a reduce-scatter at the current world size."""
-        sizes = [one.size for one in self.feedback.values() if one.may_wait]
+        sizes = [one.size for one in self.feedback.values() if one.is_compressed]
         return self.algorithm.scatters(self.exchange.size(), sizes)
 
     @property

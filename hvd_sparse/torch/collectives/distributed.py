@@ -31,7 +31,7 @@ if dist.is_available():
     # of its functions keep the process group, and destroy_process_group never ends the threads of gloo.
     import torch.distributed.nn
 
-# {world: {ranks: process group}}. It keeps none of them alive, so that destroy_process_group ends their threads.
+# {world: {ranks: process group}}. They live as long as the world does: destroy_process_group ends their threads, too.
 _subsets: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 
 
