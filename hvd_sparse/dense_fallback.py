@@ -17,6 +17,7 @@ from hvd_sparse.algorithms.base import AtDensity
 from hvd_sparse.checks import checked_density
 from hvd_sparse.granularity import segments_of
 from hvd_sparse.schedule import Constant
+from hvd_sparse.traffic import DenseFallbackStats
 from hvd_sparse.trials import Trials
 from hvd_sparse.wire import HEADER_BYTES, payload_size, top_k_count
 
@@ -120,13 +121,13 @@ class DenseFallback:
             return False
         return self.world_size > 1 and bool(self._tensors)
 
-    def explain(self, number: int, density: float) -> dict:
+    def explain(self, number: int, density: float) -> DenseFallbackStats:
         """Return the entry of `stats` for a step at the schedule's density: the choice, and the cost of both ways."""
         names, compared = tuple(self._tensors), self._compared
         payloads = self._payload_bytes(compared, density) if names else 0
         others = self._dense_bytes([name for name in names if name not in compared])
         factor, is_all = (self.world_size - 1) / self.world_size, 0 < len(names) == len(self.always)
-        entry = {
+        entry: DenseFallbackStats = {
             "rule": self.algorithm.dense_fallback,
             "is_dense": is_all or self._chosen.get(number, self.sends_dense(density)),
             "tensors": len(self.always),
@@ -135,6 +136,20 @@ class DenseFallback:
         }
         if self.is_measured:
             entry |= {"payload_seconds": self._trials.seconds(False), "dense_seconds": self._trials.seconds(True)}
+        return entry
+
+    @staticmethod
+    def unused(algorithm: Algorithm) -> DenseFallbackStats:
+        """Return the entry of `stats` before the first step."""
+        entry: DenseFallbackStats = {
+            "rule": algorithm.dense_fallback,
+            "is_dense": False,
+            "tensors": 0,
+            "payload_bytes": 0,
+            "dense_bytes": 0,
+        }
+        if algorithm.dense_fallback == "measured":
+            entry |= {"payload_seconds": None, "dense_seconds": None}
         return entry
 
     def _costs_more(self, names: Sequence[str], density: float, shares: bool = False) -> bool:

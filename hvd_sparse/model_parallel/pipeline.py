@@ -17,6 +17,7 @@ from hvd_sparse.model_parallel.message import CALL, MOST_MICRO_BATCHES, TARGETS_
 from hvd_sparse.model_parallel.notices import PipelineError
 from hvd_sparse.model_parallel.schedule import FORWARD, SCHEDULES, Schedule, split_rows
 from hvd_sparse.model_parallel.traffic import PipelineTraffic
+from hvd_sparse.traffic import PipelineStats
 
 TIMEOUT = 600.0  # seconds
 
@@ -135,16 +136,17 @@ class Pipeline(abc.ABC):
         leaves = [self._concatenate(list(part)) if len(part) > 1 else part[0] for part in parts]
         return tree.unflatten(leaves, batch.output_structure)
 
-    def stats(self) -> dict:
+    def stats(self) -> PipelineStats:
         """Return this stage's traffic since it was built.
 
         Returns:
-            {"forward": ..., "backward": ..., "evaluation": ...} with messages, dense_bytes (of the dense tensors),
-            sent_bytes (messages with their headers) and ratio; "targets_bytes"; "occupancy": part of the masked
-            elements that was kept; "steps"; "boundaries": {name: the `stats` of this stage's boundary}.
+            "steps", "step" and "total" as of a compressor: activations and gradients, of training; seconds is empty.
+            "forward", "backward", "evaluation": messages, dense_bytes (of the dense tensors), payload_bytes (messages
+            with their headers; also as sent_bytes), ratio and density. "targets_bytes"; "occupancy": part of the masked
+            elements that was kept; "boundaries": {name: the `stats` of this stage's boundary}.
         """
         boundaries = {name: one.stats() for name, one in self.boundaries.items()}
-        return {**self._traffic.stats(), "steps": self._trained, "boundaries": boundaries}
+        return {**self._traffic.stats(self._trained), "boundaries": boundaries}
 
     def close(self) -> None:
         """Close this stage, and tell the others; the interpreter's exit does it otherwise."""
@@ -205,13 +207,13 @@ class Pipeline(abc.ABC):
         if isinstance(self._boundary, Mapping):
             for name, boundary in self._boundary.items():
                 if boundary is not None:
-                    self.boundaries[_key(name)] = self._made(boundary)
+                    self.boundaries[tree.module_name(name)] = self._made(boundary)
         elif self._boundary is not None:
             self._made(self._boundary)
 
     def _boundary_of(self, name: str):
         """Return the boundary of an output; None if it crosses whole. No name: no output."""
-        key = _key(name)
+        key = tree.module_name(name)
         if name and self._boundary is not None and not isinstance(self._boundary, Mapping):
             if key not in self.boundaries:
                 self.boundaries[key] = self._made_for_all()
@@ -252,6 +254,8 @@ class Pipeline(abc.ABC):
 
     def _run(self, inputs, targets, batch: Batch) -> tuple[float, Batch]:
         self._step, self._trained = batch.step, self._trained + batch.training
+        if batch.training:
+            self._traffic.begin_step()
         if self.is_first:
             self._begin(inputs, targets, batch)
         batch.in_flight[0] = self._take(0, batch)  # says how many micro-batches there are
@@ -309,7 +313,10 @@ class Pipeline(abc.ABC):
     def _receive(self, stage: int, kind: Kind, micro: int, batch: Batch):
         """Return head, structure, and tensors or LOSS's number; ValueError: of another step, call or micro-batch."""
         wanted = Head(kind, batch.step, micro, flags=batch.flags)
-        head, description, body = message.decode_head(self._channel.receive(stage, kind, str(wanted)))
+        data = self._channel.receive(stage, kind, str(wanted))
+        if batch.training and kind in (Kind.FORWARD, Kind.BACKWARD):
+            self._traffic.add_received(data)
+        head, description, body = message.decode_head(data)
         if (head.step, head.micro, head.flags & CALL) != (wanted.step, micro, wanted.flags):
             raise ValueError(
                 f"stage {self.index} expects {wanted} from stage {stage}, got {head}: every stage must call step, "
@@ -355,8 +362,6 @@ class Pipeline(abc.ABC):
         data = message.encode(micro_batch.head._replace(kind=Kind.FORWARD), structure, sent)
         self._channel.send(self.index + 1, Kind.FORWARD, data)
         self._traffic.add("forward" if batch.training else "evaluation", sent, data)
-        if batch.training:
-            self._traffic.add_masks(sent)
 
     def _run_backward(self, micro: int, batch: Batch) -> None:
         micro_batch = batch.in_flight[micro]
@@ -391,8 +396,3 @@ class Pipeline(abc.ABC):
         while len(self._unfinished) > (0 if batch.has_loss else 1):
             _, _, loss = self._receive(self.stages - 1, Kind.LOSS, 0, self._unfinished.popleft())
         return loss
-
-
-def _key(name: str) -> str:
-    """Return an output's name as a module can have it."""
-    return name.replace(".", "/")

@@ -42,6 +42,11 @@ def names(structure: Structure, prefix: str = "") -> list[str]:
     return [name for key, part in parts for name in names(part, f"{prefix}.{key}" if prefix else str(key))]
 
 
+def module_name(name: str) -> str:
+    """Return a leaf's name as a module can have it: without dots."""
+    return name.replace(".", "/")
+
+
 def call(function, tree, **options):
     """Call a stage: the parts of a tuple are its arguments, those of a dict its keyword arguments."""
     if isinstance(tree, (tuple, list)):

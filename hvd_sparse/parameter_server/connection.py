@@ -4,6 +4,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -109,6 +110,10 @@ class Connection:
         self.worker, self.waited = worker, 0.0
         self._end, self._ranks, self._timeout = end, ranks, timeout
         self._refusal: ServerRefused | None = None
+
+    def counts(self) -> Counter:
+        """Return the worker's counters so far, and the seconds of waiting as "waited"."""
+        return Counter(vars(self.worker.traffic), waited=self.waited)
 
     def join(self) -> None:
         """Say hello, and wait for the parameters."""

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -24,6 +25,7 @@ from hvd_sparse.parameter_server.summary import summary
 from hvd_sparse.parameter_server.transport import MPIEndpoint, next_session, require_threads
 from hvd_sparse.parameter_server.worker import Worker
 from hvd_sparse.shared_use import SharedUse
+from hvd_sparse.traffic import SessionStats
 
 TIMEOUT, SILENCE = 600.0, 120.0  # seconds
 SHARE_EVERY = 10  # steps between two sends of buffers, whose bytes are a few per cent of a push
@@ -81,6 +83,8 @@ class Session:
         self._restores, self._has_served = restore is not None, False
         self._is_awaited = self.is_server and not self.is_worker  # workers wait for `serve`
         self._connection: Connection | None = None
+        self._counts: Counter = Counter()  # a worker's, when its last push had ended, or it had joined
+        self._last: Counter = Counter()  # what that push had added to them
         self._heartbeat: Heartbeat | None = None
         self._optimizers = SharedUse()
         self._shared: np.ndarray | None = None  # the buffers that were last sent
@@ -177,6 +181,7 @@ class Session:
         except BaseException as error:
             self._close(error)
             raise
+        self._counts = connection.counts()
 
     def _push(self, gradients, lr, weight_decay=None) -> None:
         """Push an update, and apply the answer to this push; with `overlap`, the answer to the previous push."""
@@ -186,6 +191,9 @@ class Session:
         connection.push(gradients, lr, weight_decay)
         if not self.overlap:
             self.synchronize()
+        before, self._counts = self._counts, connection.counts()
+        self._last = self._counts.copy()
+        self._last.subtract(before)
 
     def synchronize(self) -> None:
         """Wait for the answer to the last push and apply it. Only needed with `overlap`.
@@ -272,22 +280,24 @@ class Session:
         with atomic_file(path) as file:
             np.savez(file, buffers=buffers, settings=np.array(json.dumps(settings)), **arrays)
 
-    def stats(self) -> dict:
+    def stats(self) -> SessionStats:
         """Return statistics of this worker and of all servers.
 
         Returns:
-            Of this worker: "pushes"; "bytes_up", "bytes_down", and of these "bytes_model", the whole model in the first
-            answer; "ratio_up", "ratio_down", dense bytes over these without the model; "density_up", "density_down";
-            "repeated" messages; "non_finite" gradients; "seconds", and of these "seconds_waiting". "all", of all
-            workers: "pushes", "updates_per_second", "staleness" as {updates of others: number of pushes},
-            "server_bytes" of memory, "bytes_in", "bytes_out", "refused" and "repeated" messages, "departures" as
-            {rank: reason}.
+            Of this worker, as of a compressor: "steps", "step", "total" and "residual_norm". What it pushes counts as
+            payload, the answers as received, in "total" without the whole model in the first one; "step" has all
+            since the push before, with `overlap` the answer to that one; seconds has "exchange", the waiting. Also
+            "pushes"; "bytes_up", "bytes_down", and of these "bytes_model", the whole model; "ratio_up", "ratio_down",
+            dense bytes over these without the model; "density_up", "density_down"; "repeated" messages; "non_finite"
+            gradients; "seconds", and of these "seconds_waiting". "all", of all workers: "pushes", "updates_per_second",
+            "staleness" as {updates of others: number of pushes}, "server_bytes" of memory, "bytes_in", "bytes_out",
+            "refused" and "repeated" messages, "departures" as {rank: reason}.
 
         Raises:
             TimeoutError: The servers do not answer; likewise the other exceptions of `synchronize`.
         """
         descriptions = [description for description, _ in self._answers("statistics")]
-        return summary(self.worker, self._connection.waited, descriptions, time.monotonic() - self._started)
+        return summary(self._connected(), self._last, descriptions, time.monotonic() - self._started)
 
     def close(self) -> None:
         """Leave the run, after the last answer, with this worker's buffers sent. A second call does nothing.

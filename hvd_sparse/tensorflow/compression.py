@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
+from hvd_sparse.dense_fallback import DenseFallback
 from hvd_sparse.frames import warn
 from hvd_sparse.log import Log
 from hvd_sparse.members import NOT_COPIED, is_elastic, not_compressed
@@ -40,6 +41,7 @@ from hvd_sparse.tensorflow.state import assign_all, evaluate, gather_state, iden
 from hvd_sparse.tensorflow.step import Step
 from hvd_sparse.tensorflow.traffic import TrafficVariables
 from hvd_sparse.tensorflow.variables import Variables, unwrapped
+from hvd_sparse.traffic import CompressionStats
 from hvd_sparse.units import checked_loss_scale
 
 untraced = tf.autograph.experimental.do_not_convert
@@ -159,7 +161,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
             return tensor
         return self._parts.step.result(ctx.arrival, ctx.now, tensor)
 
-    def stats(self, session=None) -> dict:
+    def stats(self, session=None) -> CompressionStats:
         """Return this rank's traffic, and the norm of its residuals.
 
         Args:
@@ -184,7 +186,7 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
             warn(NEVER_CALLED)
         norm = self._parts.norm if self._parts.norm is not None else self._residual_norm()
         number, *counted, norm = evaluate([self.step, *self._parts.traffic.variables, norm], session)
-        chosen = self._parts.step.explain(int(number)) if self.feedback else {"rule": self.algorithm.dense_fallback}
+        chosen = parts.step.explain(int(number)) if self.feedback else DenseFallback.unused(self.algorithm)
         return {**TrafficVariables.summary(*counted), "residual_norm": float(norm), "dense_fallback": chosen}
 
     def _residual_norm(self) -> tf.Tensor:

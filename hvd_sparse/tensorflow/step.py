@@ -37,6 +37,7 @@ from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.hosts import Hosts
 from hvd_sparse.tensorflow.presence import check_presence
 from hvd_sparse.tensorflow.traffic import TrafficVariables
+from hvd_sparse.traffic import DenseFallbackStats
 from hvd_sparse.units import Units
 
 TOKEN_ELEMENTS = 2  # elements of `ops.token`
@@ -91,10 +92,10 @@ class Step:
         if self._fallback is not None:
             self._fallback.reset()
 
-    def explain(self, steps: int) -> dict:
+    def explain(self, steps: int) -> DenseFallbackStats:
         """Return the entry of `stats` on the choice between payloads and dense tensors in the last of `steps` steps."""
         if steps == 0:
-            return {"rule": self.algorithm.dense_fallback}
+            return DenseFallback.unused(self.algorithm)
         # That of the last step: with another rank's end, Horovod forgets the sizes of process sets.
         fallback = self.fallback() if self._fallback is None else self._fallback
         return fallback.explain(steps - 1, self.algorithm.schedule.density(steps - 1))

@@ -5,7 +5,7 @@ from collections import defaultdict
 import tensorflow as tf
 
 from hvd_sparse.tensorflow.error_feedback import make_variable
-from hvd_sparse.traffic import report
+from hvd_sparse.traffic import Stats, report
 
 COUNTERS = ("dense_bytes", "payload_bytes", "surplus_bytes", "elements", "sent")
 
@@ -47,8 +47,7 @@ class TrafficVariables:
         return [steps.assign_add(1), step.assign(vector), total.assign_add(vector)]
 
     @staticmethod
-    def summary(steps: int, step, total) -> dict:
+    def summary(steps: int, step, total) -> Stats:
         """Return {"steps": int, "step": last step, "total": all} from the variables' values."""
-        counters = (dict(zip(COUNTERS, map(int, vector), strict=True)) for vector in (step, total))
-        last, every = (report(counts, timers=()) for counts in counters)
+        last, every = (report(dict(zip(COUNTERS, map(int, vector), strict=True)), ()) for vector in (step, total))
         return {"steps": int(steps), "step": last, "total": every}

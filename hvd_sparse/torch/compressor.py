@@ -24,6 +24,7 @@ from hvd_sparse.torch.parameters import NamedParameters, Parameters
 from hvd_sparse.torch.state import gather_state, restore_state
 from hvd_sparse.torch.step import Step
 from hvd_sparse.torch.traffic import Traffic
+from hvd_sparse.traffic import CompressionStats
 from hvd_sparse.units import Units, checked_loss_scale
 
 WITHIN_A_STEP = (
@@ -97,7 +98,7 @@ class Compressor(abc.ABC):
         self._loss_scale = value if hasattr(value, "get_scale") else checked_loss_scale(value)
         self._optimizer_checks.is_scaled = True
 
-    def stats(self) -> dict:
+    def stats(self) -> CompressionStats:
         """Return what this rank has sent.
 
         Returns:

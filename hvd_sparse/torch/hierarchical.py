@@ -12,6 +12,7 @@ import torch
 
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.buckets import plan_buckets
+from hvd_sparse.dense_fallback import DenseFallback
 from hvd_sparse.granularity import channels_of
 from hvd_sparse.hierarchy import Hierarchy, algorithm_between_hosts, find_hierarchy
 from hvd_sparse.torch.codecs.base import Arrival, sum_buffer
@@ -25,6 +26,7 @@ from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.step import Step
 from hvd_sparse.torch.traffic import PartOfStep, Traffic
 from hvd_sparse.torch.vote import RanksDiffer, checked_sums, start_vote, vote_of
+from hvd_sparse.traffic import DenseFallbackStats
 from hvd_sparse.units import Units
 
 HOST_BYTES = 1 << 22  # of one message of dense gradients within a host; larger tensors are sent alone, without a copy
@@ -174,9 +176,9 @@ class HierarchicalStep(OptimizerStep):
         if self.inner is not None:
             self.inner.reset()
 
-    def explain(self) -> dict:
+    def explain(self) -> DenseFallbackStats:
         """Return the entry of `stats` on the last step's choice between payloads and dense tensors between hosts."""
-        return {"rule": self.algorithm.dense_fallback} if self.inner is None else self.inner.explain()
+        return DenseFallback.unused(self.algorithm) if self.inner is None else self.inner.explain()
 
     # A step
 

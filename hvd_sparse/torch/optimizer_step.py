@@ -13,6 +13,7 @@ from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.parameters import Parameters
 from hvd_sparse.torch.tokens import Tokens
 from hvd_sparse.torch.traffic import Traffic
+from hvd_sparse.traffic import DenseFallbackStats
 from hvd_sparse.units import Units
 
 
@@ -64,7 +65,7 @@ class OptimizerStep(abc.ABC):
         """Reset what persists across steps, but for the error feedback and the expected tensors."""
 
     @abc.abstractmethod
-    def explain(self) -> dict:
+    def explain(self) -> DenseFallbackStats:
         """Return the entry of `stats` on the last step's choice between payloads and dense tensors."""
 
     @abc.abstractmethod

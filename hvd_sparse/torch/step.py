@@ -29,6 +29,7 @@ from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.reduce_scatter import ReduceScatter
 from hvd_sparse.torch.traffic import Traffic
 from hvd_sparse.torch.vote import checked_sums, start_vote, vote_of
+from hvd_sparse.traffic import DenseFallbackStats
 from hvd_sparse.units import Units
 
 
@@ -113,10 +114,10 @@ class Step(OptimizerStep):
             self._fallback = DenseFallback(self.algorithm, tensors, world_size)
         return self._fallback
 
-    def explain(self) -> dict:
+    def explain(self) -> DenseFallbackStats:
         """Return the entry of `stats` on the last step's choice between payloads and dense tensors."""
         if self._fallback is None:
-            return {"rule": self.algorithm.dense_fallback}
+            return DenseFallback.unused(self.algorithm)
         return self._fallback.explain(self.number, self.algorithm.schedule.density(self.number))
 
     def drop(self) -> None:

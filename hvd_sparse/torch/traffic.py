@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from time import perf_counter
 
-from hvd_sparse.traffic import report
+from hvd_sparse.traffic import Stats, report
 
 
 class Traffic:
@@ -57,7 +57,7 @@ class Traffic:
         """Discard the counts of an unfinished step."""
         self._step = defaultdict(float)
 
-    def summary(self) -> dict:
+    def summary(self) -> Stats:
         """Return {"steps": int, "step": last step, "total": all steps}; the latter two are results of `report`."""
         return {"steps": self.steps, "step": report(self._last), "total": report(self._total)}
 

@@ -42,6 +42,8 @@ def test_dense_steps_deliver_everything(method):
     build = getattr(Compression, method.split()[0])
     compression = build(parameters.items(), density=Stages(), **METHODS[method])
     optimizer = distributed(parameters, compression, op=hvd.Sum)
+    unused = {"is_dense": False, "tensors": 0, "payload_bytes": 0, "dense_bytes": 0}
+    assert compression.stats()["dense_fallback"] == {"rule": "bytes", **unused}
     fed = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     got = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     for t, density in enumerate(DENSITIES):

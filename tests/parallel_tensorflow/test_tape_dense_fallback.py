@@ -47,6 +47,8 @@ def test_dense_steps_deliver_everything(method):
     build, settings = getattr(Compression, method.split()[0]), METHODS[method]
     compression = build(list(variables.values()), density=Stages(), **settings)
     reduce = Reducer(variables, compression, op=hvd.Sum)
+    unused = {"is_dense": False, "tensors": 0, "payload_bytes": 0, "dense_bytes": 0}
+    assert compression.stats()["dense_fallback"] == {"rule": "bytes", **unused}
     fed = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     got = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     for t, density in enumerate(DENSITIES):

@@ -32,6 +32,15 @@ def test_densities_out_of_range_are_refused(density):
         rule(2).choose(0, density)
 
 
+@pytest.mark.parametrize("fallback", [None, "bytes", "measured"])
+def test_before_the_first_step_it_has_the_same_keys(fallback):
+    told = DenseFallback.unused(Settings.dgc(None, dense_fallback=fallback))
+    nothing = {"is_dense": False, "tensors": 0, "payload_bytes": 0, "dense_bytes": 0}
+    timed = {"payload_seconds": None, "dense_seconds": None} if fallback == "measured" else {}
+    assert told == {"rule": fallback, **nothing, **timed}
+    assert told.keys() == rule(2, dense_fallback=fallback).explain(0, 0.001).keys()
+
+
 @pytest.mark.parametrize("world_size", range(2, 12))
 @pytest.mark.parametrize("density", [0.001, 0.0625, 0.2, 0.25, 0.4, 0.7])
 @pytest.mark.parametrize("scope", ["tensor", "model"])

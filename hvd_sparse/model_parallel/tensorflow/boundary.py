@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from hvd_sparse.model_parallel.boundary import BoundarySettings, Threshold
 from hvd_sparse.tensorflow import row_ops as ops
+from hvd_sparse.traffic import BoundaryStats
 
 UNCAST = (
     "autocast"
@@ -103,7 +104,7 @@ class ThresholdBoundary(tf.keras.layers.Layer):
         _if(training, lambda: self._learn(thresholds), lambda: tf.constant(0, tf.int64))
         return mask
 
-    def stats(self) -> dict:
+    def stats(self) -> BoundaryStats:
         """Return the occupancy (part of elements kept) of the last batch and in total, threshold, and batches.
 
         The threshold is the running mean over training batches of the rows' mean threshold, and `batches` their number;

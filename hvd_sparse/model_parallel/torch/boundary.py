@@ -9,6 +9,7 @@ import torch
 
 from hvd_sparse.model_parallel.boundary import BoundarySettings, Threshold
 from hvd_sparse.torch import row_ops as ops
+from hvd_sparse.traffic import BoundaryStats
 
 
 class ThresholdBoundary(torch.nn.Module):
@@ -85,7 +86,7 @@ class ThresholdBoundary(torch.nn.Module):
                 self._learn(thresholds)
             return mask
 
-    def stats(self) -> dict:
+    def stats(self) -> BoundaryStats:
         """Return the occupancy (part of elements kept) of the last batch and in total, threshold, and batches.
 
         The threshold is the running mean over training batches of the rows' mean threshold, and `batches` their number;

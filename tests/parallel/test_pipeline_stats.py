@@ -1,0 +1,63 @@
+"""The common part of `stats()`, of pipelines: bytes and elements calculated by hand, and those of the neighbours."""
+
+import pytest
+import torch
+from mpi4py import MPI
+
+from hvd_sparse.torch.model_parallel import Pipeline
+
+pytestmark = pytest.mark.rank_counts
+
+WORLD = MPI.COMM_WORLD
+RANK, STAGES = WORLD.Get_rank(), WORLD.Get_size()
+LAST = RANK == STAGES - 1
+WIDTH, KEPT = 200, 10  # density 0.05
+several = pytest.mark.skipif(STAGES == 1, reason="one stage has no boundary")
+
+
+def build():
+    stage = torch.nn.Linear(8 if RANK == 0 else WIDTH, 3 if LAST else WIDTH)
+    return Pipeline(stage, boundary=0.05, micro_batches=2, loss=torch.nn.functional.cross_entropy, timeout=60.0)
+
+
+def given(rows):
+    return torch.randn(rows, 8), torch.arange(rows) % 3
+
+
+@several
+def test_steps_and_totals_are_those_of_training():
+    sends = (not LAST) + (RANK > 0)  # activations, and gradients
+    with build() as pipeline:
+        first = pipeline.stats()
+        assert first["steps"] == first["total"]["dense_bytes"] == first["step"]["received_bytes"] == 0
+        for part in ("step", "total", "forward", "backward", "evaluation"):
+            assert first[part]["ratio"] == first[part]["density"] == 1.0
+        pipeline.step(*given(10))
+        pipeline.step(*given(30))
+        stats = pipeline.stats()
+        pipeline.evaluate(*given(7))
+        pipeline.predict(given(7)[0])
+        later = pipeline.stats()
+        pipeline.step(*given(10))
+        assert pipeline.stats()["step"]["dense_bytes"] == sends * 10 * WIDTH * 4
+    for name in ("steps", "step", "total", "forward", "backward"):
+        assert later[name] == stats[name]
+    assert later["evaluation"]["messages"] == (0 if LAST else 4)
+    assert later["evaluation"]["density"] == (1.0 if LAST else KEPT / WIDTH)
+    assert stats["steps"] == 2
+    assert stats["step"]["dense_bytes"] == sends * 30 * WIDTH * 4
+    assert stats["total"]["dense_bytes"] == sends * 40 * WIDTH * 4
+    for part in ("step", "total"):
+        own = stats[part]
+        assert own["density"] == pytest.approx(KEPT / WIDTH)
+        assert own["ratio"] == pytest.approx(own["dense_bytes"] / own["payload_bytes"])
+        assert own["seconds"] == {}
+    forward, backward = stats["forward"], stats["backward"]
+    assert stats["total"]["payload_bytes"] == forward["sent_bytes"] + backward["sent_bytes"]
+    for direction in (forward, backward):
+        assert direction["payload_bytes"] == direction["sent_bytes"]
+        assert direction["density"] == (KEPT / WIDTH if direction["messages"] else 1.0)
+    others = WORLD.allgather((forward["sent_bytes"], backward["sent_bytes"]))
+    before, after = (others[RANK - 1][0] if RANK else 0), (0 if LAST else others[RANK + 1][1])
+    assert stats["total"]["received_bytes"] == before + after
+    assert 0 < stats["step"]["received_bytes"] < stats["total"]["received_bytes"]
