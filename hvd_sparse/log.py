@@ -1,7 +1,7 @@
-"""Reports of a compressor's steps, to TensorBoard and other loggers."""
+"""Reports of steps, to TensorBoard and other loggers."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from hvd_sparse.checks import checked_integer
 
@@ -9,7 +9,7 @@ Writer = Callable[[dict[str, float], int], Any]
 
 
 class Log:
-    """Where a compressor reports its numbers, and how often.
+    """Where the numbers of steps are reported, and how often.
 
     Args:
         writer: A `SummaryWriter` of torch.utils.tensorboard or of tensorboardX, a writer of
@@ -30,11 +30,51 @@ class Log:
             self._write(numbers_of(stats(), self._prefix), step)
 
 
+class Logged:
+    """Base of compressors, asynchronous sessions and pipelines, whose steps can be logged."""
+
+    PREFIX: ClassVar[str] = "compression"
+    _log: Log | None = None
+
+    def log_to(self, writer: Any, every: int = 1, prefix: str | None = None) -> None:
+        """Report the numbers of each step to a logger: ratio, density, bytes, residual norm, seconds.
+
+        Each rank reports its own numbers: call it on one rank, or on every rank with its own writer. In TensorFlow
+        call that of a compressor on every rank before the first step, with None on ranks without a log: Horovod needs
+        the same graph on all ranks. A pipeline has no residuals.
+
+        Args:
+            writer: A `SummaryWriter` of torch.utils.tensorboard, a writer of `tf.summary.create_file_writer`, or a
+                function of a dict {name: number} and a step, such as `wandb.log` or `mlflow.log_metrics`. None: stop.
+            every: Report every so many steps. The residual norm takes a pass over the residuals.
+            prefix: Prefix of the names: `{prefix}/ratio`, `{prefix}/density` and so on. None: "compression", of a
+                pipeline "pipeline".
+
+        Raises:
+            TypeError: The writer is none of these.
+            ValueError: `every` is below 1.
+            RuntimeError: Of a compressor in TensorFlow: a training step has been traced without a call of `log_to`, or
+                this is a graph of TensorFlow 1. Use `stats()`.
+        """
+        log = None if writer is None else Log(writer, every, self.PREFIX if prefix is None else prefix)
+        self._begin_log()
+        self._log = log
+
+    def _begin_log(self) -> None:
+        """Raise RuntimeError if steps cannot be logged from now on."""
+
+    def _report(self, stats: Callable[[], Mapping], step: int) -> None:
+        """Report the step that has ended, if there is a log. stats: see `Log.report`."""
+        if self._log is not None:
+            self._log.report(stats, step)
+
+
 def numbers_of(stats: Mapping, prefix: str) -> dict[str, float]:
-    """Return the last step's numbers of a compressor's `stats()` by name, in one flat dict."""
+    """Return the last step's numbers of `stats()` by name, in one flat dict."""
     step = stats["step"]
     numbers = {name: step[name] for name in ("ratio", "density", "payload_bytes", "received_bytes")}
-    numbers["residual_norm"] = stats["residual_norm"]
+    if "residual_norm" in stats:  # there is error feedback
+        numbers["residual_norm"] = stats["residual_norm"]
     numbers |= {f"seconds/{name}": seconds for name, seconds in step["seconds"].items()}
     return {f"{prefix}/{name}": float(number) for name, number in numbers.items()}
 

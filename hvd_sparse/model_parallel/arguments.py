@@ -42,6 +42,13 @@ def checked_rows(leaves: list) -> int:
     return rows.pop()
 
 
+def check_targets(leaves: list, rows: int) -> None:
+    """Raise ValueError unless each of the targets' leaves has as many samples as the inputs."""
+    wrong = [len(leaf) for leaf in leaves if len(leaf) != rows]
+    if wrong:
+        raise ValueError(f"targets must have as many samples as inputs, {rows}; got {wrong[0]}")
+
+
 def checked_dtype(name: str, dtype, names: dict) -> str:
     """Return the name of a dtype in messages; TypeError if messages cannot have it. No name: targets."""
     if dtype not in names:

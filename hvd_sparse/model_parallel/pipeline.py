@@ -9,8 +9,9 @@ import numpy as np
 from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_choice, check_seconds, checked_integer
 from hvd_sparse.library import checked_communicator
+from hvd_sparse.log import Logged
 from hvd_sparse.model_parallel import message, tree
-from hvd_sparse.model_parallel.arguments import Reduction, check_reduction, checked_rows
+from hvd_sparse.model_parallel.arguments import Reduction, check_reduction, check_targets, checked_rows
 from hvd_sparse.model_parallel.batch import Batch, MicroBatch
 from hvd_sparse.model_parallel.channel import Channel
 from hvd_sparse.model_parallel.message import CALL, MOST_MICRO_BATCHES, TARGETS_FOLLOW, Head, Kind, Tensor
@@ -22,8 +23,10 @@ from hvd_sparse.traffic import PipelineStats
 TIMEOUT = 600.0  # seconds
 
 
-class Pipeline(abc.ABC):
+class Pipeline(Logged, abc.ABC):
     """A stage that runs micro-batches, on one rank of a communicator; see the frameworks' `Pipeline`."""
+
+    PREFIX = "pipeline"
 
     def __init__(
         self,
@@ -271,6 +274,7 @@ class Pipeline(abc.ABC):
         loss = self._share_loss(batch)
         if batch.training:
             self._channel.meet(f"the end of step {batch.step}")
+            self._report(lambda: self._traffic.stats(self._trained), self._trained)
         return loss, batch
 
     def _begin(self, inputs, targets, batch: Batch) -> None:
@@ -297,9 +301,7 @@ class Pipeline(abc.ABC):
         leaves, structure = tree.flatten(targets)
         for leaf in leaves:
             self._check_samples("targets", leaf)
-        wrong = [len(leaf) for leaf in leaves if len(leaf) != sum(sizes)]
-        if wrong:
-            raise ValueError(f"targets must have as many samples as inputs, {sum(sizes)}; got {wrong[0]}")
+        check_targets(leaves, sum(sizes))
         parts = zip(*[self._split(leaf, sizes) for leaf in leaves], strict=True)
         return [tree.unflatten(list(part), structure) for part in parts]
 

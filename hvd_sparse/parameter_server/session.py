@@ -15,13 +15,14 @@ from hvd_sparse.checkpoint import atomic_file
 from hvd_sparse.checks import check_bool, check_seconds
 from hvd_sparse.frames import warn
 from hvd_sparse.library import checked_communicator
+from hvd_sparse.log import Logged
 from hvd_sparse.parameter_server.connection import Connection, Heartbeat, described
 from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import Method, check_method
 from hvd_sparse.parameter_server.placement import Servers, place
 from hvd_sparse.parameter_server.server import departures
 from hvd_sparse.parameter_server.serving import LocalServers
-from hvd_sparse.parameter_server.summary import summary
+from hvd_sparse.parameter_server.summary import own_stats, summary
 from hvd_sparse.parameter_server.transport import MPIEndpoint, next_session, require_threads
 from hvd_sparse.parameter_server.worker import Worker
 from hvd_sparse.shared_use import SharedUse
@@ -32,7 +33,7 @@ SHARE_EVERY = 10  # steps between two sends of buffers, whose bytes are a few pe
 _open: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # this process's sessions, by communicator
 
 
-class Session:
+class Session(Logged):
     """One rank's part in an asynchronous run, which starts from the first server's parameters and buffers.
 
     Args:
@@ -194,6 +195,7 @@ class Session:
         before, self._counts = self._counts, connection.counts()
         self._last = self._counts.copy()
         self._last.subtract(before)
+        self._report(lambda: own_stats(connection, self._last), connection.worker.step)
 
     def synchronize(self) -> None:
         """Wait for the answer to the last push and apply it. Only needed with `overlap`.

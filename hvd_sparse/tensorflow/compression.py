@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.dense_fallback import DenseFallback
 from hvd_sparse.frames import warn
-from hvd_sparse.log import Log
+from hvd_sparse.log import Logged
 from hvd_sparse.members import NOT_COPIED, is_elastic, not_compressed
 from hvd_sparse.tensorflow.calls import (
     NEVER_CALLED,
@@ -48,7 +48,7 @@ untraced = tf.autograph.experimental.do_not_convert
 _optimizers = itertools.count(1)
 
 
-class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model collects the variables of a tf.Module
+class SparseCompressor(Logged, tf.__internal__.tracking.AutoTrackable):  # a model collects a tf.Module's variables
     """A compressor with error feedback, for one optimizer or tape; made by the methods of `Compression`.
 
     Build it once, outside the training step. Its variables (step, residuals, velocities) are tracked:
@@ -194,31 +194,13 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         squares = [sum_of_squares(residual, self._parts.step.device) for residual in residuals]
         return tf.sqrt(tf.add_n(squares)) if squares else tf.zeros([], tf.float64)
 
-    def log_to(self, writer, every: int = 1, prefix: str = "compression") -> None:
-        """Report the numbers of each step to a logger: ratio, density, bytes, residual norm.
-
-        Each rank reports its own numbers. Call it on every rank, with None on ranks without a log: Horovod needs the
-        same graph on all ranks.
-
-        Args:
-            writer: A `SummaryWriter` of torch.utils.tensorboard, a writer of `tf.summary.create_file_writer`, or a
-                function of a dict {name: number} and a step, such as `wandb.log` or `mlflow.log_metrics`. None: log
-                nothing.
-            every: Report every so many optimizer steps. The residual norm takes a pass over the residuals.
-            prefix: Prefix of the names: `{prefix}/ratio`, `{prefix}/density` and so on.
-
-        Raises:
-            TypeError: The writer is none of these.
-            ValueError: `every` is below 1.
-            RuntimeError: A training step has been traced already, or this is a graph of TensorFlow 1: use `stats()`.
-        """
+    def _begin_log(self) -> None:
+        """Let steps be traced with a report; RuntimeError if one has been traced without, or in TensorFlow 1."""
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise RuntimeError("hvd_sparse: a graph of TensorFlow 1 cannot log: write compression.stats(session=...)")
-        parts = self._parts
-        if parts.call is not None and not parts.logs:
+        if self._parts.call is not None and not self._parts.logs:
             raise RuntimeError("hvd_sparse: call log_to() before the first training step, which was traced without it")
-        parts.log = None if writer is None else partial(Log(writer, every, prefix).report, self.stats)
-        parts.logs = True
+        self._parts.logs = True
 
     def state_dict(self, summed: bool = False, session=None) -> dict:
         """Return the step number, residuals, velocities and thresholds; call it between training steps.
@@ -369,15 +351,10 @@ class SparseCompressor(tf.__internal__.tracking.AutoTrackable):  # a model colle
         parts.calls_in[outer] = number + 1
         with outer.as_default(), tf.control_dependencies(None), on_cpu(parts.step.device):
             suffix = f".{number}" if number else ""
-            log = self._report if parts.logs else None
+            log = partial(self._report, self.stats) if parts.logs else None  # to the writer that is set by then
             arrivals, now = parts.step.build(gradients, self._factors(call), suffix, description, log)
         parts.call = TracedCall(call, {position: Traced(arrivals[name], now) for position, name in positions.items()})
         return parts.call
-
-    def _report(self, steps: int) -> None:
-        """Report the last step to the writer that is set at present, as a graph that was traced with one does."""
-        if self._parts.log is not None:
-            self._parts.log(steps)
 
     def _factors(self, call: Call) -> tuple[float, int, tf.Tensor | None]:
         self._parts.averages = call.reduction == hvd.Average

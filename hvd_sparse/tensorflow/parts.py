@@ -1,7 +1,7 @@
 """The parts of a compressor that TensorFlow does not track."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import tensorflow as tf
 
@@ -36,7 +36,6 @@ class Parts:
         self.is_checked = False
         self.norm: tf.Tensor | None = None  # of the residuals, in a graph of TensorFlow 1
         self.reduced: set[str] = set()  # names of the variables in calls so far
-        self.log: Callable[[int], None] | None = None  # reports a step
         self.logs = False  # whether steps are traced with a report
         self.call: TracedCall | None = None  # the one that is being traced
         self.is_scaled = False  # whether loss_scale was set

@@ -9,7 +9,7 @@ import torch
 
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.frames import warn
-from hvd_sparse.log import Log
+from hvd_sparse.log import Logged
 from hvd_sparse.members import NOT_COPIED
 from hvd_sparse.torch.codecs.base import Arrival
 from hvd_sparse.torch.collectives import Collectives
@@ -47,7 +47,7 @@ class Scaler(Protocol):
 Scale = float | Scaler
 
 
-class Compressor(abc.ABC):
+class Compressor(Logged, abc.ABC):
     """A compressor with error feedback, for one optimizer: the common part of all backends."""
 
     def __init__(
@@ -69,7 +69,6 @@ class Compressor(abc.ABC):
         self._averages = True  # whether results are means over ranks, as in the last step
         self._optimizer_checks = OptimizerChecks(algorithm, self._parameters.values(), collectives)
         self._loss_scale: Scale = 1.0
-        self._log: Log | None = None
         self._under_way = self._has_sent = self._finished = self._overflowed = False
         self._check = ConfigurationCheck(self._exchange)
         if self._crosses and collectives.is_first() and not collectives.is_alone():
@@ -115,23 +114,6 @@ class Compressor(abc.ABC):
         buffers = [feedback.buffers for feedback in self._step.feedback.values()]
         norm = sum(sum_of_squares(one["residual"]) for one in buffers if "residual" in one) ** 0.5
         return {**self._traffic.summary(), "residual_norm": norm, "dense_fallback": self._step.explain()}
-
-    def log_to(self, writer, every: int = 1, prefix: str = "compression") -> None:
-        """Report the numbers of each step to a logger: ratio, density, bytes, residual norm, seconds.
-
-        Each rank reports its own numbers: call it on rank 0 only, or on every rank with its own writer.
-
-        Args:
-            writer: A `SummaryWriter` of torch.utils.tensorboard, a writer of `tf.summary.create_file_writer`, or a
-                function of a dict {name: number} and a step, such as `wandb.log` or `mlflow.log_metrics`. None: stop.
-            every: Report every so many optimizer steps. The residual norm takes a pass over the residuals.
-            prefix: Prefix of the names: `{prefix}/ratio`, `{prefix}/density` and so on.
-
-        Raises:
-            TypeError: The writer is none of these.
-            ValueError: `every` is below 1.
-        """
-        self._log = None if writer is None else Log(writer, every, prefix)
 
     @torch.inference_mode(False)  # training and collectives change the tensors, wherever they were made
     def state_dict(self, summed: bool = False) -> dict:
@@ -256,8 +238,7 @@ class Compressor(abc.ABC):
         self._traffic.end_step()
         self._number += 1
         self._under_way = False
-        if self._log is not None:
-            self._log.report(self.stats, self._number)
+        self._report(self.stats, self._number)
 
     def _give_up(self) -> None:
         """Give up the step under way, if any, which all ranks do: complete its exchange, and discard the result.

@@ -5,7 +5,7 @@ import tensorflow as tf
 from mpi4py import MPI
 from pipeline_oracle_tensorflow import cross_entropy
 
-from hvd_sparse.tensorflow.model_parallel import Pipeline
+from hvd_sparse.tensorflow.model_parallel import Pipeline, PipelineError
 
 pytestmark = pytest.mark.rank_counts
 
@@ -49,3 +49,33 @@ def test_steps_and_totals_are_those_of_training():
     others = WORLD.allgather((forward["sent_bytes"], backward["sent_bytes"]))
     before, after = (others[RANK - 1][0] if RANK else 0), (0 if LAST else others[RANK + 1][1])
     assert stats["total"]["received_bytes"] == before + after
+
+
+@several
+def test_steps_of_training_are_logged():
+    reports = []
+    with build() as pipeline:
+        if RANK == 0:
+            pipeline.log_to(lambda numbers, step: reports.append((step, numbers)), every=2)
+        for _ in range(3):
+            pipeline.step(*given(10))
+            pipeline.evaluate(*given(10))
+            stats = pipeline.stats()
+            if RANK == 0 and stats["steps"] == 2:
+                names = ("ratio", "density", "payload_bytes", "received_bytes")
+                assert reports == [(2, {f"pipeline/{name}": stats["step"][name] for name in names})]
+        assert [step for step, _ in reports] == ([2] if RANK == 0 else [])
+
+
+@several
+def test_a_writer_that_fails_ends_all_stages():
+    def fail(numbers, step):
+        raise OSError("the disk is full")
+
+    with build() as pipeline:
+        if RANK == 0:
+            pipeline.log_to(fail)
+        pipeline_error = OSError if RANK == 0 else PipelineError
+        with pytest.raises(pipeline_error, match="the disk is full"):
+            pipeline.step(*given(10))
+            pipeline.step(*given(10))

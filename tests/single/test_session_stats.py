@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from tensorboard_events import events
 from torch_session import learn, network
 
 from hvd_sparse.parameter_server import connection
@@ -102,7 +103,7 @@ def test_an_answer_that_is_still_to_come_has_no_ratio(join):
     assert summary(session._connection, session._last, servers_of(session), 1.0)["ratio_down"] == 1.0
 
 
-def test_tensorflow_tells_the_same():
+def test_tensorflow_tells_the_same_and_logs_it_in_a_tf_function(tmp_path):
     tf = pytest.importorskip("tensorflow")
     MPI = pytest.importorskip("mpi4py.MPI")
     from hvd_sparse.tensorflow import asynchronous
@@ -112,6 +113,8 @@ def test_tensorflow_tells_the_same():
     options = {"servers": "colocated", "communicator": MPI.COMM_SELF, "silence": None, "timeout": 60.0}
     with asynchronous.connect([variable], method, **options) as session:
         check_before_the_first_step(session.stats())
+        writer = tf.summary.create_file_writer(str(tmp_path))
+        session.log_to(writer, prefix="run")
         optimizer = session.optimizer(learning_rate=0.1)
 
         @tf.function
@@ -125,3 +128,35 @@ def test_tensorflow_tells_the_same():
     assert (stats["step"]["dense_bytes"], stats["total"]["dense_bytes"]) == (400, 800)
     assert stats["step"]["density"] == stats["total"]["density"] == 0.1
     assert stats["step"]["received_bytes"] > 0
+    writer.close()
+    logged = events(tmp_path)
+    assert logged["run/density"] == {1: pytest.approx(0.1), 2: pytest.approx(0.1)}
+    assert logged["run/residual_norm"][2] == pytest.approx(stats["residual_norm"])
+
+
+def test_pushes_are_logged(join):
+    """The numbers of stats(), which asks no server for them."""
+    reports, model = [], network()
+    session = join(model, GradientDroppingAsync(**SMALL))
+    session.log_to(lambda numbers, step: reports.append((step, numbers)), every=2)
+    optimizer = session.optimizer(lr=0.1)
+    learn(model, optimizer, 3)
+    assert [step for step, _ in reports] == [2]
+    session.log_to(lambda numbers, step: reports.append((step, numbers)), prefix="worker 0")
+    learn(model, optimizer, 1)
+    stats, (step, numbers) = session.stats(), reports[-1]
+    assert step == 4 and len(reports) == 2
+    assert numbers == {
+        "worker 0/ratio": stats["step"]["ratio"],
+        "worker 0/density": pytest.approx(SENT / ELEMENTS),
+        "worker 0/payload_bytes": stats["step"]["payload_bytes"],
+        "worker 0/received_bytes": stats["step"]["received_bytes"],
+        "worker 0/residual_norm": stats["residual_norm"],
+        "worker 0/seconds/exchange": stats["step"]["seconds"]["exchange"],
+    }
+    assert "compression/ratio" in reports[0][1]
+    session.log_to(None)
+    learn(model, optimizer, 1)
+    assert len(reports) == 2
+    with pytest.raises(TypeError, match="writer must be a SummaryWriter"):
+        session.log_to("runs")
