@@ -41,7 +41,7 @@ class Logged:
 
         Each rank reports its own numbers: call it on one rank, or on every rank with its own writer. In TensorFlow
         call that of a compressor on every rank before the first step, with None on ranks without a log: Horovod needs
-        the same graph on all ranks. A pipeline has no residuals.
+        the same graph on all ranks. Pipelines have no residuals; compressors also report how many steps were skipped.
 
         Args:
             writer: A `SummaryWriter` of torch.utils.tensorboard, a writer of `tf.summary.create_file_writer`, or a
@@ -73,8 +73,7 @@ def numbers_of(stats: Mapping, prefix: str) -> dict[str, float]:
     """Return the last step's numbers of `stats()` by name, in one flat dict."""
     step = stats["step"]
     numbers = {name: step[name] for name in ("ratio", "density", "payload_bytes", "received_bytes")}
-    if "residual_norm" in stats:  # there is error feedback
-        numbers["residual_norm"] = stats["residual_norm"]
+    numbers |= {name: stats[name] for name in ("residual_norm", "skipped") if name in stats}
     numbers |= {f"seconds/{name}": seconds for name, seconds in step["seconds"].items()}
     return {f"{prefix}/{name}": float(number) for name, number in numbers.items()}
 

@@ -57,6 +57,7 @@ class FeedbackStats(Stats):
 class CompressionStats(FeedbackStats):
     """`stats()` of a compressor."""
 
+    skipped: int
     dense_fallback: DenseFallbackStats
 
 

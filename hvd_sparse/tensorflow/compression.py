@@ -168,14 +168,15 @@ class SparseCompressor(Logged, tf.__internal__.tracking.AutoTrackable):  # a mod
             session: The `tf.compat.v1.Session` of a graph of TensorFlow 1; None otherwise.
 
         Returns:
-            {"steps": int, "step": last step, "total": all steps, "residual_norm": L2 norm of the residuals}. step and
-            total have dense_bytes (without compression), payload_bytes (sent by all collectives: payloads, dense
-            tensors, tokens, votes), received_bytes (from other ranks), ratio, density (elements sent / all elements),
-            and seconds, which is empty: the operations of a graph run concurrently. "dense_fallback" is the choice in
-            the last step, and the reason: {"rule": the argument, "is_dense": whether it sent all gradients dense,
-            "tensors": number of tensors that are always dense, "payload_bytes", "dense_bytes": bytes that a rank
-            receives either way in a step with all gradients, with those tensors dense in both, unless all are; with
-            "measured" also "payload_seconds", "dense_seconds": medians of the steps timed so far, or None}.
+            {"steps": int, "skipped": how many of them, as a gradient was not finite on some rank, "step": last step,
+            "total": all steps, "residual_norm": L2 norm of the residuals}. step and total have dense_bytes (without
+            compression), payload_bytes (sent by all collectives: payloads, dense tensors, tokens, votes),
+            received_bytes (from other ranks), ratio, density (elements sent / all elements), and seconds, which is
+            empty: the operations of a graph run concurrently. "dense_fallback" is the choice in the last step, and the
+            reason: {"rule": the argument, "is_dense": whether it sent all gradients dense, "tensors": number of tensors
+            that are always dense, "payload_bytes", "dense_bytes": bytes that a rank receives either way in a step with
+            all gradients, with those tensors dense in both, unless all are; with "measured" also "payload_seconds",
+            "dense_seconds": medians of the steps timed so far, or None}.
 
         Raises:
             ValueError: A graph of TensorFlow 1 needs `session`.
@@ -185,9 +186,14 @@ class SparseCompressor(Logged, tf.__internal__.tracking.AutoTrackable):  # a mod
         if parts.has_optimizer and parts.call is None and exchange.is_used() and not exchange.is_last_of_elastic():
             warn(NEVER_CALLED)
         norm = self._parts.norm if self._parts.norm is not None else self._residual_norm()
-        number, *counted, norm = evaluate([self.step, *self._parts.traffic.variables, norm], session)
+        number, steps, skipped, *counted, norm = evaluate([self.step, *parts.traffic.variables, norm], session)
         chosen = parts.step.explain(int(number)) if self.feedback else DenseFallback.unused(self.algorithm)
-        return {**TrafficVariables.summary(*counted), "residual_norm": float(norm), "dense_fallback": chosen}
+        return {
+            **TrafficVariables.summary(steps, *counted),
+            "skipped": int(skipped),
+            "residual_norm": float(norm),
+            "dense_fallback": chosen,
+        }
 
     def _residual_norm(self) -> tf.Tensor:
         residuals = [feedback.residual for feedback in self.feedback.values() if "residual" in feedback.buffers]

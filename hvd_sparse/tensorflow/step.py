@@ -145,7 +145,7 @@ class Step:
         if now.is_dense is not None:
             done += self._commit(sparse, tf.logical_and(counts, now.is_dense), sent)
         with tf.control_dependencies(done):
-            done = [self._number.assign(now.number + 1), *self._traffic.end_step(now.counted)]
+            done = [self._number.assign(now.number + 1), *self._traffic.end_step(now.counted, now.overflow)]
         if log is not None:
             with tf.control_dependencies(done):
                 tf.numpy_function(lambda number: np.int64(log(int(number)) or 0), [now.number + 1], tf.int64)

@@ -37,17 +37,18 @@ class TrafficVariables:
     def __init__(self):
         self.variables = [
             make_variable(shape, f"hvd_sparse/traffic/{name}", tf.int64)
-            for name, shape in (("steps", []), ("step", [len(COUNTERS)]), ("total", [len(COUNTERS)]))
+            for name, shape in (("steps", []), ("skipped", []), ("step", [len(COUNTERS)]), ("total", [len(COUNTERS)]))
         ]
 
-    def end_step(self, counted: Counted) -> list[tf.Operation]:
-        """Close a step."""
-        steps, step, total = self.variables
+    def end_step(self, counted: Counted, overflow: tf.Tensor) -> list[tf.Operation]:
+        """Close a step. overflow: whether it is skipped."""
+        steps, skipped, step, total = self.variables
         vector = counted.vector()
-        return [steps.assign_add(1), step.assign(vector), total.assign_add(vector)]
+        skips = skipped.assign_add(tf.cast(overflow, tf.int64))
+        return [steps.assign_add(1), skips, step.assign(vector), total.assign_add(vector)]
 
     @staticmethod
-    def summary(steps: int, step, total) -> Stats:
+    def summary(steps, step, total) -> Stats:
         """Return {"steps": int, "step": last step, "total": all} from the variables' values."""
         last, every = (report(dict(zip(COUNTERS, map(int, vector), strict=True)), ()) for vector in (step, total))
         return {"steps": int(steps), "step": last, "total": every}

@@ -101,19 +101,25 @@ class Compressor(Logged, abc.ABC):
         """Return what this rank has sent.
 
         Returns:
-            {"steps": int, "step": last step, "total": all steps, "residual_norm": L2 norm of the residuals}. step and
-            total have dense_bytes (without compression), payload_bytes (sent by all collectives: payloads, dense
-            tensors, tokens, votes; in a small step, whose payloads are rows of an all-reduce, also the zeros in other
-            ranks' rows), received_bytes (from other ranks), ratio, density (elements sent / all elements), and seconds
-            {"compress", "exchange", "decompress"}. "dense_fallback" is the choice in the last step, and the reason:
-            {"rule": the argument, "is_dense": whether it sent all gradients dense, "tensors": number of tensors that
-            are always dense, "payload_bytes", "dense_bytes": bytes that a rank receives either way in a step with all
-            gradients, with those tensors dense in both, unless all are; with "measured" also "payload_seconds",
-            "dense_seconds": medians of the steps timed so far, or None}.
+            {"steps": int, "skipped": how many of them, as a gradient was not finite on some rank, "step": last step,
+            "total": all steps, "residual_norm": L2 norm of the residuals}. step and total have dense_bytes (without
+            compression), payload_bytes (sent by all collectives: payloads, dense tensors, tokens, votes; in a small
+            step, whose payloads are rows of an all-reduce, also the zeros in other ranks' rows), received_bytes (from
+            other ranks), ratio, density (elements sent / all elements), and seconds {"compress", "exchange",
+            "decompress"}. "dense_fallback" is the choice in the last step, and the reason: {"rule": the argument,
+            "is_dense": whether it sent all gradients dense, "tensors": number of tensors that are always dense,
+            "payload_bytes", "dense_bytes": bytes that a rank receives either way in a step with all gradients, with
+            those tensors dense in both, unless all are; with "measured" also "payload_seconds", "dense_seconds":
+            medians of the steps timed so far, or None}.
         """
         buffers = [feedback.buffers for feedback in self._step.feedback.values()]
         norm = sum(sum_of_squares(one["residual"]) for one in buffers if "residual" in one) ** 0.5
-        return {**self._traffic.summary(), "residual_norm": norm, "dense_fallback": self._step.explain()}
+        return {
+            **self._traffic.summary(),
+            "skipped": self._traffic.skipped,
+            "residual_norm": norm,
+            "dense_fallback": self._step.explain(),
+        }
 
     @torch.inference_mode(False)  # training and collectives change the tensors, wherever they were made
     def state_dict(self, summed: bool = False) -> dict:
@@ -235,6 +241,7 @@ class Compressor(Logged, abc.ABC):
     @torch.no_grad()
     def _end(self) -> None:
         self._step.end()
+        self._traffic.count(skipped=int(self._overflowed))
         self._traffic.end_step()
         self._number += 1
         self._under_way = False

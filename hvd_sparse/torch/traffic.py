@@ -53,6 +53,11 @@ class Traffic:
         self._step = defaultdict(float)
         self.steps += 1
 
+    @property
+    def skipped(self) -> int:
+        """The number of steps that were skipped, as a gradient was not finite."""
+        return int(self._total["skipped"])
+
     def drop_step(self) -> None:
         """Discard the counts of an unfinished step."""
         self._step = defaultdict(float)

@@ -132,6 +132,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(value, densit
                 given[name] += torch.as_tensor(gradient, dtype=torch.float64).nan_to_num(0.0, 0.0, 0.0)
             if not is_bad:
                 delivered[name] += reduced[name].double()
+    assert trainer.compression.stats()["skipped"] == 2
     summed = trainer.compression.state_dict(summed=True)["memory"]
     for name in SHAPES:
         total = torch.stack(everywhere(given[name].reshape(-1))).sum(0)

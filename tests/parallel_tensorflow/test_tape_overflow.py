@@ -73,6 +73,7 @@ def test_one_bad_gradient_voids_the_step_on_every_rank(method, scope, bad):
         if method == "dgc":
             velocity = velocity if victim else gradients["bias"]
             np.testing.assert_array_equal(memory_of(reduce.compression, "bias", "velocity"), velocity)
+        assert reduce.compression.stats()["skipped"] == t // 2 + 1
     for name in SPARSE:
         waiting = total(memory_of(reduce.compression, name))
         np.testing.assert_array_equal(waiting, balance[name].reshape(-1), err_msg=name)

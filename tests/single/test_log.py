@@ -18,6 +18,7 @@ STATS = {
     },
     "total": {},
     "residual_norm": 1.5,
+    "skipped": 2,
     "dense_fallback": {"rule": "bytes"},
 }
 NUMBERS = {
@@ -26,6 +27,7 @@ NUMBERS = {
     "run/payload_bytes": 100.0,
     "run/received_bytes": 300.0,
     "run/residual_norm": 1.5,
+    "run/skipped": 2.0,
     "run/seconds/compress": 0.25,
     "run/seconds/exchange": 0.5,
     "run/seconds/decompress": 0.125,
@@ -36,9 +38,10 @@ def test_names_and_numbers():
     assert numbers_of(STATS, "run") == NUMBERS
 
 
-def test_without_error_feedback_there_is_no_norm():
+def test_of_a_pipeline_there_is_neither_norm_nor_skipped_step():
     stats = {name: STATS[name] for name in ("steps", "step", "total")}
-    assert numbers_of(stats, "run") == {name: number for name, number in NUMBERS.items() if "norm" not in name}
+    missing = ("run/residual_norm", "run/skipped")
+    assert numbers_of(stats, "run") == {name: number for name, number in NUMBERS.items() if name not in missing}
 
 
 def test_a_function_is_called_in_its_turn():
