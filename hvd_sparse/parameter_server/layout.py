@@ -3,7 +3,7 @@
 import hashlib
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ class ParameterLayout:
     Args:
         shapes: {name: shape}.
         min_numel: Smaller tensors are sent dense.
+        dense: Names of others that are.
         frozen: The parameters that do not change, as arrays in the model's order, which must be equal on all ranks.
 
     Raises:
@@ -42,17 +43,18 @@ class ParameterLayout:
         shapes: Mapping[str, tuple[int, ...]],
         min_numel: int = 0,
         frozen: Iterable[np.ndarray] = (),
+        dense: Collection[str] = (),
     ):
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
         empty = [name for name, size in sizes.items() if size == 0]
         if not sizes or empty:
             raise ValueError(f"there must be parameters, with elements; got {empty or 'none at all'}")
-        self.names = sorted(sizes, key=lambda name: (sizes[name] < min_numel, name))
+        self._dense = {name for name, size in sizes.items() if size < min_numel or name in dense}
+        self.names = sorted(sizes, key=lambda name: (name in self._dense, name))
         self.shapes = {name: tuple(shapes[name]) for name in self.names}
         ends = np.cumsum([sizes[name] for name in self.names])
         self.numel = int(ends[-1])
         self.begins = [0, *(int(end) for end in ends[:-1])]
-        self._min_numel = min_numel
         self.frozen = _checksum(frozen)
 
     def tensors(self) -> list[Piece]:
@@ -64,8 +66,7 @@ class ParameterLayout:
         found = []
         for name, start, stop in zip(self.names, self.begins, [*self.begins[1:], self.numel], strict=True):
             if start < end and stop > begin:
-                is_dense = stop - start < self._min_numel
-                found.append(Piece(name, max(start, begin), min(stop, end), is_dense))
+                found.append(Piece(name, max(start, begin), min(stop, end), name in self._dense))
         return found
 
     def shards(self, servers: int) -> list[tuple[int, int]]:

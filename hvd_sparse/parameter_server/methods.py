@@ -7,13 +7,15 @@ answer has all changed elements unless `pull_density` is set (secondary compress
 
 import functools
 import inspect
-from dataclasses import dataclass, fields
-from typing import ClassVar
+from collections.abc import Iterable
+from dataclasses import InitVar, dataclass, field, fields, replace
+from typing import ClassVar, cast
 
 from hvd_sparse.algorithms import CODINGS, SCOPES, WIRE_VALUES
 from hvd_sparse.algorithms.base import Coding, Level, Scope, WireValues
-from hvd_sparse.algorithms.threshold import check_lifespan
+from hvd_sparse.algorithms.threshold import check_lifespan, density_of
 from hvd_sparse.checks import check_bool, check_choice, check_number, checked_density, checked_integer
+from hvd_sparse.dense_parameters import DenseParameters, checked_dense, dense_names
 from hvd_sparse.schedule import Schedule, check_one_density, is_always_dense, make_schedule
 from hvd_sparse.wire import LEVELS
 
@@ -29,6 +31,8 @@ class Method:
             later (secondary compression, section 4.2.2). None: all changed elements.
         scope: "tensor" selects in each tensor, "model" jointly in all. In answers each server, or thread of one,
             selects among its own elements: from a tensor that is divided between servers, it selects in its part.
+        dense: The parameters that are sent dense whatever their size: a collection of their names, or a function of
+            name and parameter that returns a bool.
         min_numel: Tensors of fewer elements are sent dense.
         coding: Coding of positions: "run_length", "elias_fano", "bitmap", or "auto", the smallest.
         values: Type of the values pushed: "float32", "float16", "bfloat16", "int2" or "int1". The rounding error stays
@@ -42,10 +46,11 @@ class Method:
         TypeError: A value has the wrong type.
     """
 
-    density: float | Schedule = 0.01
+    density: float | Schedule = field(default=0.01, kw_only=False)
     warmup: int | Schedule | None = None
     pull_density: float | None = None
     scope: Scope = "tensor"
+    dense: DenseParameters = ()
     min_numel: int = 1024
     coding: Coding = "auto"
     values: WireValues = "float32"
@@ -54,17 +59,18 @@ class Method:
     seed: int = 0
 
     name: ClassVar[str]
+    DEFAULT_DENSITY: ClassVar[float] = 0.01
     has_velocity: ClassVar[bool] = False  # beside the residual: momentum before the selection
     masks_velocity: ClassVar[bool] = False  # of what was sent
     most_workers: ClassVar[int | None] = None
 
     def __post_init__(self):
-        default = next(field.default for field in fields(self) if field.name == "density")
-        check_one_density(self.density, self.warmup, default)
+        check_one_density(self.density, self.warmup, self.DEFAULT_DENSITY)
         _ = self.schedule  # checks density and warmup
         if self.pull_density is not None:
             checked_density("pull_density", self.pull_density)
         check_choice("scope", self.scope, SCOPES)
+        object.__setattr__(self, "dense", checked_dense(self.dense))  # names: stored as a sorted tuple
         for number in ("min_numel", "seed"):  # stored as Python's int
             object.__setattr__(self, number, checked_integer(number, getattr(self, number), 0))
         check_choice("coding", self.coding, CODINGS)
@@ -101,11 +107,20 @@ class Method:
         """The density of a worker's pushes, by its step."""
         return make_schedule(self.density, self.warmup)
 
+    def with_names(self, parameters: Iterable[tuple[str, object]]) -> "Method":
+        """Return these settings with the names of the (name, parameter) pairs that are sent dense as `dense`.
+
+        TypeError or ValueError if it is wrong.
+        """
+        names = dense_names(self.dense, parameters)
+        return self if names == self.dense else replace(self, dense=names)
+
     def describe(self) -> list[str]:
         """Return one line per setting, for the configuration check across ranks."""
-        settings = [field.name for field in fields(self) if field.name not in ("density", "warmup")]
+        settings = [field.name for field in fields(self) if field.name not in ("density", "warmup", "dense")]
         lines = [f"{name} = {getattr(self, name)!r}" for name in settings]
-        return [f"method = {self.name}", *lines, f"density = {self.schedule.describe()}"]
+        dense = [] if callable(self.dense) else [f"sent dense: {name}" for name in self.dense]
+        return [f"method = {self.name}", *lines, f"density = {self.schedule.describe()}", *dense]
 
 
 def documented(method: type[Method]) -> type[Method]:
@@ -181,6 +196,7 @@ class DCTAsync(Method):
     not share one.
 
     Args:
+        sparsity: 1 - density, as in the paper. Set one of the two, or neither: the density is 0.01.
         lifespan: Number of pushes that use one threshold; the first thresholds are used for fewer (1, 2, 4, ...).
         drain: Number of pushes in which a tensor sends its whole residual about once; None: never.
         band: A threshold is renewed in the next push if more than `band` times k elements reached it, or fewer than
@@ -188,13 +204,16 @@ class DCTAsync(Method):
         Others: Those of `Method`.
     """
 
+    density: float | Schedule = field(default=cast(float, None), kw_only=False)  # None: by `sparsity`, else 0.01
     lifespan: int = 1000
     drain: int | None = None
     band: float | None = 4.0
+    sparsity: InitVar[float | None] = None
 
     name: ClassVar[str] = "dct_async"
 
-    def __post_init__(self):
+    def __post_init__(self, sparsity):
+        object.__setattr__(self, "density", density_of(self.density, sparsity, self.DEFAULT_DENSITY))
         super().__post_init__()
         check_lifespan(self)
         check_choice("scope", self.scope, ("tensor",))
@@ -207,6 +226,7 @@ class ASGD(Method):
     density: float = 1.0
 
     name: ClassVar[str] = "asgd"
+    DEFAULT_DENSITY: ClassVar[float] = 1.0
 
     def __post_init__(self):
         super().__post_init__()
@@ -234,8 +254,12 @@ class MSGD(ASGD):
 METHODS = {method.name: method for method in (DGS, DGCAsync, GradientDroppingAsync, DCTAsync, ASGD, MSGD)}
 
 
-def check_method(method: object) -> None:
-    """Raise TypeError unless this is the settings of a method: not its class, nor its name."""
+def checked_method(method: object, parameters: Iterable[tuple[str, object]]) -> Method:
+    """Return the settings of a method for a model's (name, parameter) pairs, see `Method.with_names`.
+
+    TypeError unless they are settings: not a method's class, nor its name.
+    """
     if not isinstance(method, Method):
         names = ", ".join(sorted(one.__name__ for one in METHODS.values()))
         raise TypeError(f"method must be one of {names}, such as DGS(); got {method!r}")
+    return method.with_names(parameters)

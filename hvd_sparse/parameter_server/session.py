@@ -18,7 +18,7 @@ from hvd_sparse.library import checked_communicator
 from hvd_sparse.log import Logged
 from hvd_sparse.parameter_server.connection import Connection, Heartbeat, described
 from hvd_sparse.parameter_server.layout import ParameterLayout
-from hvd_sparse.parameter_server.methods import Method, check_method
+from hvd_sparse.parameter_server.methods import Method, checked_method
 from hvd_sparse.parameter_server.placement import Servers, place
 from hvd_sparse.parameter_server.server import departures
 from hvd_sparse.parameter_server.serving import LocalServers
@@ -70,7 +70,7 @@ class Session(Logged):
         silence: float | None = SILENCE,
         communicator=None,
     ):
-        check_method(method)
+        method = checked_method(method, parameters.items())
         check_bool("overlap", overlap)
         check_seconds("timeout", timeout)
         if silence is not None:
@@ -79,7 +79,7 @@ class Session(Logged):
         self.rank, self.method, self.overlap = self.communicator.Get_rank(), method, overlap
         self.placement = place(self.communicator.Get_size(), servers, threads)
         shapes = {name: np.shape(array) for name, array in parameters.items()}
-        self.layout = ParameterLayout(shapes, method.min_numel, frozen)
+        self.layout = ParameterLayout(shapes, method.min_numel, frozen, method.dense)
         self._timeout, self._silence, self._started = timeout, silence, time.monotonic()
         self._restores, self._has_served = restore is not None, False
         self._is_awaited = self.is_server and not self.is_worker  # workers wait for `serve`

@@ -11,7 +11,7 @@ import numpy as np
 
 from hvd_sparse.checks import checked_integer
 from hvd_sparse.parameter_server.layout import ParameterLayout
-from hvd_sparse.parameter_server.methods import Method, check_method
+from hvd_sparse.parameter_server.methods import Method, checked_method
 from hvd_sparse.parameter_server.server import Server
 from hvd_sparse.parameter_server.transport import InProcessNetwork
 from hvd_sparse.parameter_server.worker import Worker
@@ -60,12 +60,13 @@ class Simulation:
     def __init__(
         self, method: Method, parameters: Mapping[str, np.ndarray], workers: int, servers: int = 1, **server_options
     ):
-        check_method(method)
+        method = checked_method(method, parameters.items())
         workers, servers = checked_integer("workers", workers, 1), checked_integer("servers", servers, 1)
         if method.most_workers is not None and workers > method.most_workers:
             raise ValueError(f"{method.name} has at most {method.most_workers} worker, got workers = {workers}")
         self.method = method
-        self.layout = ParameterLayout({name: np.shape(array) for name, array in parameters.items()}, method.min_numel)
+        shapes = {name: np.shape(array) for name, array in parameters.items()}
+        self.layout = ParameterLayout(shapes, method.min_numel, dense=method.dense)
         self._flat = self.layout.flatten(parameters)
         self.network = InProcessNetwork()
         self._server_ends = [self.network.endpoint(rank, is_server=True) for rank in range(servers)]

@@ -19,7 +19,6 @@ Difference from the PyTorch twin: variables do not share memory with the worker,
 changed variables. So 16-bit variables accumulate no rounding errors.
 """
 
-import io
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -36,9 +35,11 @@ from hvd_sparse.parameter_server.methods import (
     DGCAsync,
     GradientDroppingAsync,
     Method,
+    checked_method,
 )
 from hvd_sparse.parameter_server.model_file import flattened, other_buffers
 from hvd_sparse.parameter_server.session import SHARE_EVERY, SILENCE, TIMEOUT, Session
+from hvd_sparse.parameter_server.tensorflow_feedback import WorkerFeedback
 from hvd_sparse.parameter_server.worker import ServerRefused
 from hvd_sparse.tensorflow.variables import frozen_variables, trained_and_buffers, unwrapped
 from hvd_sparse.weight_decay import WeightDecay, weight_decays
@@ -117,7 +118,7 @@ class TensorFlowSession(Session):
         buffers = {name: _as_array(buffer) for name, buffer in self.buffers.items()}
         self.replaced: set[str] = set()  # variables that have the servers' parameters until the next step
         frozen = map(_as_array, frozen_variables(model, {**self.tensors, **self.buffers}))
-        super().__init__(arrays, method, buffers, frozen, **options)
+        super().__init__(arrays, checked_method(method, self.tensors.items()), buffers, frozen, **options)
         if self.is_worker:
             self._join({name: array.reshape(-1) for name, array in arrays.items()})
 
@@ -200,40 +201,6 @@ class TensorFlowSession(Session):
         """Return the buffers of a flat vector, by name; a buffer that rounds to its average, in float32, as it is."""
         others = other_buffers(averages, {name: _as_array(buffer) for name, buffer in self.buffers.items()})
         return {name: others.get(name, buffer.numpy()) for name, buffer in self.buffers.items()}
-
-
-class WorkerFeedback(tf.train.experimental.PythonState):
-    """A worker's residual, velocity and thresholds, as a part of a `tf.train.Checkpoint`."""
-
-    def __init__(self, session: TensorFlowSession):
-        self._session = session
-
-    def arrays(self) -> dict[str, dict[str, np.ndarray]]:
-        """Return {variable: {"residual": float32[n], ...}}, copies of what `Worker.feedback_of` returns."""
-        feedback = {name: self._session.worker.feedback_of(name) for name in self._session.tensors}
-        return {name: {kind: array.copy() for kind, array in kinds.items()} for name, kinds in feedback.items()}
-
-    def load(self, arrays: dict[str, dict[str, np.ndarray]], method: str | None) -> None:
-        """Take over what `arrays` returned; ValueError, and nothing is changed, if it is of another model or method."""
-        if differing := sorted({*arrays} ^ {*self._session.tensors}):
-            raise ValueError(f"the state must be of the same model; missing there or here: {', '.join(differing)}")
-        self._session.worker.load_feedback(arrays, method)
-
-    def serialize(self) -> bytes:
-        """Return the method's name and the error feedback as the bytes of an .npz file."""
-        file, arrays = io.BytesIO(), self.arrays().items()
-        named: dict[str, Any] = {f"{kind}/{name}": part for name, kinds in arrays for kind, part in kinds.items()}
-        np.savez(file, method=np.array(self._session.method.name), **named)
-        return file.getvalue()
-
-    def deserialize(self, value: bytes) -> None:
-        """Take over what `serialize` returned."""
-        arrays: dict[str, dict[str, np.ndarray]] = {}
-        with np.load(io.BytesIO(value), allow_pickle=False) as file:
-            method = str(file["method"]) if "method" in file.files else None  # as in earlier versions
-            for kind, name in (key.split("/", 1) for key in file.files if key != "method"):
-                arrays.setdefault(name, {})[kind] = file[f"{kind}/{name}"]
-        self.load(arrays, method)
 
 
 class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):

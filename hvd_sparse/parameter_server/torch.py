@@ -31,6 +31,7 @@ from hvd_sparse.parameter_server.methods import (
     DGCAsync,
     GradientDroppingAsync,
     Method,
+    checked_method,
 )
 from hvd_sparse.parameter_server.model_file import flattened, other_buffers
 from hvd_sparse.parameter_server.session import SHARE_EVERY, SILENCE, TIMEOUT, Session
@@ -119,6 +120,7 @@ class TorchSession(Session):
                 raise ValueError(f"parameters must be of real numbers, got {name} of {parameter.dtype}")
         arrays = _as_arrays(self.tensors)
         self._sent = _as_arrays(self._buffers())  # the buffers that are averaged, as they were last sent
+        method = checked_method(method, self.tensors.items())
         super().__init__(arrays, method, self._sent, map(_as_array, self._frozen.values()), **options)
         if self.is_worker:
             self._join({name: array.reshape(-1) for name, array in arrays.items()})
