@@ -111,19 +111,19 @@ def _check_buffers(name: str, saved: Mapping, size: int, kinds: tuple[str, ...])
             )
 
 
-def with_names(state, names: Iterable[str]):
+def with_names(state, names: Iterable[str], separator: str = "/"):
     """Return a state under these names if its own differ from them only in the first parts of their paths.
 
     In Keras 3, the variables of a new Sequential model are "sequential/dense/kernel", and "dense/kernel" once the model
-    has been saved and loaded. Any other state is returned as it is.
+    has been saved and loaded. In PyTorch, the names of a model in DistributedDataParallel begin with "module.", those
+    of a compiled one with "_orig_mod.". Any other state is returned as it is.
     """
     memory = state.get("memory") if isinstance(state, dict) else None
     own = list(names)
-    if not isinstance(memory, Mapping) or set(memory) == set(own):
+    if not isinstance(memory, Mapping) or not memory or len(memory) != len(own) or set(memory) == set(own):
         return state
-    found = {saved: [name for name in own if _is_end_of(saved, name) or _is_end_of(name, saved)] for saved in memory}
-    new = {saved: matching[0] for saved, matching in found.items() if len(matching) == 1}
-    if not len(memory) == len(own) == len(set(new.values())):
+    new = _with_one_beginning(list(memory), own, separator) or _with_own_ends(list(memory), own, separator)
+    if len(set(new.values())) != len(own):
         return state
     thresholds = {new.get(name, name): numbers for name, numbers in state.get("thresholds", {}).items()}
     renamed = {"memory": {new[name]: buffers for name, buffers in memory.items()}, "thresholds": thresholds}
@@ -131,8 +131,29 @@ def with_names(state, names: Iterable[str]):
     return {**state, **renamed, "regions": regions}
 
 
-def _is_end_of(part: str, path: str) -> bool:
-    return path == part or path.endswith(f"/{part}")
+def _with_one_beginning(saved: list[str], own: list[str], separator: str) -> dict[str, str]:
+    """Return {saved name: own name} if all names on one side are those of the other behind one path; else nothing."""
+    extra = max(map(len, saved)) - max(map(len, own))
+    longer, shorter = (saved, own) if extra > 0 else (own, saved)
+    path = max(longer, key=len)[: abs(extra)]
+    if not path.endswith(separator) or {path + name for name in shorter} != set(longer):
+        return {}
+    return {name: name[extra:] if extra > 0 else path + name for name in saved}
+
+
+def _with_own_ends(saved: list[str], own: list[str], separator: str) -> dict[str, str]:
+    """Return {saved name: own name} of those that each are, or have, the end of exactly one; else nothing."""
+    theirs, ours = set(saved), set(own)
+    found = {name: ours.intersection(_ends(name, separator)) for name in saved}
+    for name in own:
+        for end in theirs.intersection(_ends(name, separator)):
+            found[end].add(name)
+    return {name: others.pop() for name, others in found.items() if len(others) == 1}
+
+
+def _ends(path: str, separator: str) -> list[str]:
+    parts = path.split(separator)
+    return [separator.join(parts[begin:]) for begin in range(len(parts))]
 
 
 @contextlib.contextmanager

@@ -147,7 +147,8 @@ class Compressor(Logged, abc.ABC):
 
         Args:
             state: A result of `state_dict`. The ranks divide a summed state, so that residuals change the weights
-                as they would have: with op=Average their mean is that of the ranks that saved it.
+                as they would have: with op=Average their mean is that of the ranks that saved it. Names of parameters
+                may have a path in front that they did not have, such as "module." or "_orig_mod.", or lack it.
 
         Raises:
             ValueError: On any rank the state belongs to other parameters or another method, lacks buffers that it had

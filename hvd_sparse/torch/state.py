@@ -2,7 +2,7 @@
 
 import torch
 
-from hvd_sparse.checkpoint import LARGEST, SPAN, VERSION, as_array, check_state, growth, refused, share_of
+
 from hvd_sparse.reduce_scatter import restored, state_of
 from hvd_sparse.torch.error_feedback import StatePart
 from hvd_sparse.torch.exchange import Exchange
@@ -51,7 +51,8 @@ def _copies(part: StatePart, every: bool) -> dict[str, torch.Tensor]:
 
 def restore_state(step: OptimizerStep, state: dict, exchange: Exchange) -> int:
     """Restore the error feedback and return the step. The state is checked on all ranks before any change."""
-    exchange.refuse_together(refused(lambda: _check(step, state, exchange)))
+    exchange.refuse_together(refused(lambda: _check(step, _under_own_names(step, state), exchange)))
+    state = _under_own_names(step, state)
     for name, part in step.state_parts(state["summed"]).items():
         if part.feedback is not None:
             _fill(part, state["memory"].get(name, {}), growth(state, exchange.size()) if state["summed"] else None)
@@ -78,8 +79,17 @@ def _fill(part: StatePart, saved: dict[str, torch.Tensor], factor: float | None)
             feedback.buffers[kind].zero_()
 
 
+def _under_own_names(step: OptimizerStep, state: dict) -> dict:
+    """Return a state under the names of this model, which may be in DistributedDataParallel or compiled, or was."""
+    return with_names(state, _parts_of(step, state), ".")
+
+
+def _parts_of(step: OptimizerStep, state: dict) -> dict[str, StatePart]:
+    return step.state_parts(bool(state.get("summed")) if isinstance(state, dict) else False)
+
+
 def _check(step: OptimizerStep, state: dict, exchange: Exchange) -> None:
-    parts = step.state_parts(bool(state.get("summed")) if isinstance(state, dict) else False)
+    parts = _parts_of(step, state)
     sizes = {name: one.n for name, one in parts.items()}
     kinds = {name: one.buffers for name, one in parts.items()}
     counts = {name: len(threshold.numbers()) for name, threshold in step.thresholds.items() if threshold.numbers()}

@@ -49,6 +49,42 @@ def test_steps_beyond_what_float64_adds_exactly(exchange):
     assert compression.state_dict()["step"] == 100_000_002
 
 
+WRAPPED = {
+    "dct": lambda named: Compression.dct(named, 0.05, min_numel=100),
+    "dgc": lambda named: Compression.dgc(named, 0.05, exchange="reduce_scatter", min_numel=100),
+}
+FRONT = "_orig_mod.module."
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("method", WRAPPED)
+def test_a_state_is_loaded_though_the_model_is_wrapped(method, turned):
+    """In DistributedDataParallel or torch.compile: all names get a path in front, or lose it. Training goes on."""
+    here, there = ("", FRONT)[::-1] if turned else ("", FRONT)
+    parameters, others = ({at + name: one for name, one in make_parameters().items()} for at in (here, there))
+    compression, other = (WRAPPED[method](named.items()) for named in (parameters, others))
+    for t in range(3):
+        drive(compression, parameters, {here + name: one for name, one in draw(SHAPES, t, hvd.rank()).items()})
+    for summed in (True, False):
+        state = through_a_file(compression.state_dict(summed=summed))
+        other.load_state_dict(state)
+        again = other.state_dict(summed=summed)["memory"]
+        for name in SHAPES:
+            for kind, buffer in state["memory"][here + name].items():
+                assert torch.equal(buffer, again[there + name][kind]), name
+    gradients = draw(SHAPES, 3, hvd.rank())
+    expected = drive(compression, parameters, {here + name: one for name, one in gradients.items()})
+    found = drive(other, others, {there + name: one for name, one in gradients.items()})
+    assert all(torch.equal(expected[here + name], found[there + name]) for name in SHAPES)
+
+
+def test_a_state_with_one_name_that_is_not_there_is_refused():
+    state = Compression.dgc(make_parameters().items(), 0.05).state_dict(summed=True)
+    others = {FRONT + name.replace("scale", "size"): one for name, one in make_parameters().items()}
+    with pytest.raises(ValueError, match="the state belongs to other parameters: only the state has body"):
+        Compression.dgc(others.items(), 0.05).load_state_dict(state)
+
+
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("method", MAKERS)
 def test_a_resumed_run_is_the_uninterrupted_one(method, scope):

@@ -98,6 +98,40 @@ def test_any_other_state_keeps_its_names(names):
         assert with_names(other, names) is other
 
 
+RESNET = ["conv1.weight", "fc.bias", "layer1.0.conv1.weight", "module.conv1.weight"]
+
+
+@pytest.mark.parametrize("front", ["module.", "_orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_path_in_front_of_all_names_is_never_ambiguous(front, turned):
+    """Of a model in DistributedDataParallel or torch.compile, though some names are the ends of others."""
+    own, names = ([front + name for name in RESNET], RESNET) if turned else (RESNET, [front + name for name in RESNET])
+    state = {"memory": {name: {"residual": place} for place, name in enumerate(own)}, "thresholds": {own[1]: [1.0]}}
+    found = with_names(state, reversed(names), ".")
+    assert found["memory"] == {name: {"residual": place} for place, name in enumerate(names)}
+    assert found["thresholds"] == {names[1]: [1.0]}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["a.weight", "b.module.weight"],  # is the end of both
+        ["modulea.weight", "moduleweight"],
+        ["module.a.weight"],
+        ["module.a.weight", "module.b.weight"],
+    ],
+)
+def test_other_names_of_pytorch_stay(names):
+    state = {"memory": {"a.weight": {}, "weight": {}}, "thresholds": {}}
+    assert with_names(state, names, ".") is state
+
+
+def test_parts_may_be_wrapped_apart():
+    state = {"memory": {"body.weight": 1, "head.weight": 2}, "thresholds": {}}
+    found = with_names(state, ["module.body.weight", "head.weight"], ".")
+    assert found["memory"] == {"module.body.weight": 1, "head.weight": 2}
+
+
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_share_takes_little_more_memory_than_itself(place, monkeypatch):
     monkeypatch.setattr(checkpoint, "SPAN", 1 << 14)
