@@ -4,7 +4,7 @@ import inspect
 import math
 import numbers
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 MOST_SHOWN = 3  # entries of a list in an error message
 
@@ -19,6 +19,18 @@ def check_bool(name: str, value: bool) -> None:
     """Raise TypeError unless value is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_keys(state: object, keys: Sequence[str]) -> None:
+    """Raise ValueError unless the state of an asynchronous optimizer is a dict with these keys."""
+    is_dict = isinstance(state, Mapping)
+    missing = [key for key in keys if not is_dict or key not in state]
+    if missing:
+        found = f"a dict without {', '.join(missing)}" if is_dict else type(state).__name__
+        raise ValueError(
+            f"the state must be what state_dict() of an asynchronous optimizer returned, with {', '.join(keys)}; "
+            f"got {found}"
+        )
 
 
 def check_names(argument: str, given: Collection[str], names: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import cast
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from hvd_sparse.parameter_server.methods import Method, checked_method
 from hvd_sparse.parameter_server.placement import Servers, place
 from hvd_sparse.parameter_server.server import departures
 from hvd_sparse.parameter_server.serving import LocalServers
-from hvd_sparse.parameter_server.summary import own_stats, summary
+from hvd_sparse.parameter_server.summary import of_all_workers, own_stats, summary
 from hvd_sparse.parameter_server.transport import MPIEndpoint, next_session, require_threads
 from hvd_sparse.parameter_server.worker import Worker
 from hvd_sparse.shared_use import SharedUse
@@ -278,12 +279,12 @@ class Session(Logged):
             self.share_buffers()
         parameters, buffers = self._state()
         arrays = {f"parameter/{name}": array for name, array in parameters.items()}
-        settings = {"method": self.method.describe(), "statistics": None if self._has_served else self.stats()}
+        settings = {"method": self.method.describe(), "statistics": self.stats()}
         with atomic_file(path) as file:
             np.savez(file, buffers=buffers, settings=np.array(json.dumps(settings)), **arrays)
 
     def stats(self) -> SessionStats:
-        """Return statistics of this worker and of all servers.
+        """Return statistics of this worker and of all servers; after `serve`, on the only serving rank, "all" alone.
 
         Returns:
             Of this worker, as of a compressor: "steps", "step", "total" and "residual_norm". What it pushes counts as
@@ -299,6 +300,8 @@ class Session(Logged):
             TimeoutError: The servers do not answer; likewise the other exceptions of `synchronize`.
         """
         descriptions = [description for description, _ in self._answers("statistics")]
+        if self._has_served:
+            return cast(SessionStats, {"all": of_all_workers(descriptions)})
         return summary(self._connected(), self._last, descriptions, time.monotonic() - self._started)
 
     def close(self) -> None:
@@ -371,7 +374,7 @@ class Session(Logged):
     def _connected(self) -> Connection:
         if self._connection is None:
             left = "has left the run; take stats() and state_dict() before close()"
-            served = "has served: only workers have stats(), before they close"
+            served = "has served: only workers train, before they close"
             serves = "is a server: call serve() on it; only workers that have joined train"
             what = left if self.is_worker else served if self._has_served else serves
             raise RuntimeError(f"rank {self.rank} {what}")

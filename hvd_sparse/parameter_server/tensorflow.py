@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from hvd_sparse.checks import check_number
+from hvd_sparse.checks import check_keys, check_number, checked_integer
 from hvd_sparse.parameter_server.methods import (
     ASGD,
     DGS,
@@ -299,9 +299,18 @@ class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):
         return {"iterations": int(self.iterations), "method": self.session.method.name, "memory": self.memory.arrays()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Take over what `state_dict` returned; ValueError if it is of another model or method."""
+        """Take over what `state_dict` returned.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            ValueError: It is no such state, of another method or model, or not finite. Nothing has changed then.
+        """
+        check_keys(state, ("iterations", "memory"))
+        iterations = checked_integer("the state's iterations", state["iterations"], 0)
         self.memory.load(state["memory"], state.get("method"))
-        self.iterations.assign(state["iterations"])
+        self.iterations.assign(iterations)
 
     def _step(self, names: list[str], *gradients: tf.Tensor) -> None:
         step, session = int(self.iterations.numpy()), self.session

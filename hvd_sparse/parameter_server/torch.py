@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from hvd_sparse.checks import check_number
+from hvd_sparse.checks import check_keys, check_number
 from hvd_sparse.frames import warn
 from hvd_sparse.parameter_server.methods import (
     ASGD,
@@ -343,8 +343,9 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
             state_dict: What `state_dict` returned.
 
         Raises:
-            ValueError: It is of another method or model, or not finite. Nothing has changed then.
+            ValueError: It is no such state, of another method or model, or not finite. Nothing has changed then.
         """
+        check_keys(state_dict, ("param_groups", "state"))
         worker, names = self.session.worker, [self._names[id(parameter)] for parameter in self._parameters()]
         kept = [state_dict["state"].get(i, {}) for group in state_dict["param_groups"] for i in group["params"]]
         arrays = {}

@@ -336,6 +336,7 @@ def test_horovod_and_a_session_in_one_process(run_job):
 
 
 FROZEN = """
+import json
 from torch import nn
 import torch
 from hvd_sparse.torch.asynchronous import DGS, connect
@@ -348,6 +349,11 @@ if not session.is_worker:
     session.serve()
     parameters = session.global_state_dict()
     print("value", parameters["1.bias"].tolist(), session.save(os.environ["JOB_OUTPUT"] + ".npz"))
+    saved = json.loads(str(np.load(os.environ["JOB_OUTPUT"] + ".npz")["settings"]))["statistics"]
+    stats = session.stats()
+    assert stats.keys() == saved.keys() == {"all"}
+    assert stats["all"]["pushes"] == saved["all"]["pushes"] == 1 and stats["all"]["staleness"] == {0: 1}
+    assert stats["all"]["departures"] == {0: ""} and stats["all"]["bytes_in"] > 0
 else:
     optimizer = session.optimizer(lr=0.5)
     model(torch.zeros(1, 4)).sum().backward()

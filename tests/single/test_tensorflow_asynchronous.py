@@ -350,3 +350,23 @@ def test_a_state_of_other_arrays_is_refused():
         with pytest.raises(ValueError, match=r"the state of a must have .*, got .*velocity.* of another method"):
             optimizer.load_state_dict(state)
         assert not session.worker.residual.any()
+
+
+WRONG = {
+    "nothing": ({}, "a dict without iterations, memory"),
+    "of a compressor": ({"version": 2, "memory": {}, "step": 3}, "a dict without iterations"),
+    "no dict": ([3], "list"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_state_is_refused(case):
+    state, found = WRONG[case]
+    with asynchronous.connect([tf.Variable(tf.zeros([5]), name="a")], make("dgs"), **OPTIONS) as session:
+        optimizer = session.optimizer(0.1)
+        told = rf"what state_dict\(\) of an asynchronous optimizer returned, with iterations, memory; got {found}$"
+        with pytest.raises(ValueError, match=told):
+            optimizer.load_state_dict(state)
+        with pytest.raises(ValueError, match="the state's iterations must be an integer of at least 0, got -1"):
+            optimizer.load_state_dict({**optimizer.state_dict(), "iterations": -1})
+        assert not session.worker.residual.any() and optimizer.iterations.numpy() == 0

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 import warnings
 
 import numpy as np
@@ -94,6 +95,17 @@ def test_a_state_without_its_method_is_loaded(join):
     learn(model, optimizer, 2)
     optimizer.load_state_dict(state)
     assert (session.worker.residual == residual).all() and session.worker.step == 2
+
+
+@pytest.mark.parametrize("state", [{}, None, {"state": {}}, {"version": 2, "memory": {}}])
+def test_what_is_no_state_is_refused(join, state):
+    session = join(network(), DGS(**SMALL))
+    optimizer = session.optimizer(lr=0.1)
+    missing = "NoneType" if state is None else "a dict without param_groups" + ("" if "state" in state else ", state")
+    told = "the state must be what state_dict() of an asynchronous optimizer returned, with param_groups, state; got "
+    with pytest.raises(ValueError, match=f"^{re.escape(told + missing)}$"):
+        optimizer.load_state_dict(state)
+    assert optimizer.state_dict()["step"] == 0
 
 
 def test_states_of_others_are_refused(join):
