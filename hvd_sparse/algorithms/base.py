@@ -105,22 +105,26 @@ def documented(method: Signature) -> Signature:
         text = text.replace(f"    {name}", arguments)
     method.__doc__ = text
     method.__qualname__ = f"Compression.{method.__name__}"  # as Python's messages on wrong arguments call it
-    vars(method)["compress"] = _not_called(method.__name__)  # Horovod calls it if it is given the method itself
+    name = method.__name__
+    given = f"compression=Compression.{name} must be a call, with the model's parameters"
+    vars(method)["compress"] = _not_called(  # Horovod calls it if it is given the method itself
+        f"{given}: for example compression=Compression.{name}(model.named_parameters()) in PyTorch, "
+        f"Compression.{name}(lambda: model.trainable_variables) in TensorFlow"
+    )
+    vars(method)["register"] = _not_called(  # of compressors for DistributedDataParallel
+        f"{given}: compression=Compression.{name}(model.named_parameters()), then compression.register(model)"
+    )
     return method
 
 
-def _not_called(name: str) -> Callable:
-    """Return a function that says what is wrong if a compressor is asked for without its parameters."""
+def _not_called(reason: str) -> Callable:
+    """Return a function that says what is wrong if a method is used without its parameters."""
 
-    def compress(*_):
+    def refuse(*_):
         """Raise TypeError: the method must be called."""
-        raise TypeError(
-            f"hvd_sparse: compression=Compression.{name} must be a call, with the model's parameters: for example "
-            f"compression=Compression.{name}(model.named_parameters()) in PyTorch, "
-            f"Compression.{name}(lambda: model.trainable_variables) in TensorFlow"
-        )
+        raise TypeError(f"hvd_sparse: {reason}")
 
-    return compress
+    return refuse
 
 
 def checked_hosts(exchange: str, ranks_per_host: int | Sequence[int] | None) -> int | tuple[int, ...] | None:

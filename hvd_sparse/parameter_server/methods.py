@@ -115,6 +115,15 @@ class Method:
         names = dense_names(self.dense, parameters)
         return self if names == self.dense else replace(self, dense=names)
 
+    @classmethod
+    def compress(cls, *_):
+        """Raise TypeError: Horovod calls this if it is given an asynchronous method as its compression."""
+        raise TypeError(
+            f"hvd_sparse: {cls.__name__} is for asynchronous training, without Horovod: connect(model, "
+            f"{cls.__name__}(...)) of hvd_sparse.torch.asynchronous or hvd_sparse.tensorflow.asynchronous. Horovod "
+            "takes a compressor, such as Compression.dgc(...)"
+        )
+
     def describe(self) -> list[str]:
         """Return one line per setting, for the configuration check across ranks."""
         settings = [field.name for field in fields(self) if field.name not in ("density", "warmup", "dense")]

@@ -12,6 +12,7 @@ from gradients import SCOPES, SHAPES, draw
 from helpers import alone_as_elastic, assert_alive, backward, distributed, drive, make_parameters, step
 
 from hvd_sparse.algorithms import base
+from hvd_sparse.parameter_server import DGCAsync
 from hvd_sparse.torch import Compression, exchange
 
 several = pytest.mark.skipif(hvd.size() < 2, reason="ranks can only differ where there are two of them")
@@ -285,12 +286,15 @@ def test_parameters_in_another_form():
 
 
 @several
-def test_a_method_that_was_not_called_is_an_error():
-    """As `hvd.Compression.fp16` is passed."""
+@pytest.mark.parametrize("given", [Compression.dgc, DGCAsync(), DGCAsync])
+def test_a_method_that_is_no_compressor_is_an_error(given):
+    """It was not called, as `hvd.Compression.fp16` is passed, or is asynchronous."""
     parameters = make_parameters()
     optimizer = torch.optim.SGD(list(parameters.values()), lr=0.1)
-    hvd.DistributedOptimizer(optimizer, parameters.items(), compression=Compression.dgc)
-    with pytest.raises(TypeError, match=r"compression=Compression\.dgc must be a call, with the model's parameters"):
+    hvd.DistributedOptimizer(optimizer, parameters.items(), compression=given)
+    called = r"compression=Compression\.dgc must be a call, with the model's parameters"
+    connected = r"DGCAsync is for asynchronous training, .*: connect\(model, DGCAsync\(\.\.\.\)\)"
+    with pytest.raises(TypeError, match=called if given == Compression.dgc else connected):
         sum(parameter.sum() for parameter in parameters.values()).backward()
 
 

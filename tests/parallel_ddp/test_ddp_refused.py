@@ -34,6 +34,15 @@ def test_a_model_without_ddp_is_refused():
         Compression.dgc(model.named_parameters()).register(model)
 
 
+def test_a_method_that_was_not_called_is_refused():
+    model = linear()
+    told = (
+        r"must be a call, with the model's parameters: .*Compression\.topk\(.*\), then compression\.register\(model\)"
+    )
+    with pytest.raises(TypeError, match=told):
+        Compression.topk.register(DistributedDataParallel(model))
+
+
 def test_a_compiled_model_is_registered_without_its_wrapper():
     model = linear()
     compiled = torch.compile(DistributedDataParallel(model))

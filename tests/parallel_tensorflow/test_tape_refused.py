@@ -11,6 +11,7 @@ import tensorflow as tf
 from gradients import SCOPES, draw, whole_numbers
 from tf_helpers import Reducer, assert_alive, make_variables, residual_of, several, total
 
+from hvd_sparse.parameter_server import DGCAsync
 from hvd_sparse.tensorflow import Compression, exchange
 
 pytestmark = pytest.mark.each_value
@@ -62,6 +63,15 @@ def test_unknown_variables(graph):
     compression = Compression.gradient_dropping(list(others.values()), **SETTINGS)
     reduce = Reducer(variables, compression, graph)
     refuse(reduce, ValueError, r"'weight:0' belongs to none of the 2 variables.*If the variable was frozen then")
+
+
+@several
+@pytest.mark.parametrize("given", [Compression.dgc, DGCAsync()])
+def test_what_is_no_compressor(given):
+    variables = make_variables(SHAPES)
+    called = r"Compression\.dgc must be a call, with the model's parameters"
+    connected = r"DGCAsync is for asynchronous training, .*: connect\(model, DGCAsync\(\.\.\.\)\)"
+    refuse(Reducer(variables, given), TypeError, called if given == Compression.dgc else connected)
 
 
 class Unready:
