@@ -21,7 +21,7 @@ def timeout(text: str) -> float:
     return seconds
 
 
-CHECK_SECONDS = timeout(os.environ.get("HVD_SPARSE_TIMEOUT", "600"))  # how long a rank waits for the others in a check
+CHECK_SECONDS = timeout(os.environ.get("HVD_SPARSE_TIMEOUT", "600"))  # how long a rank waits for the others
 
 
 def digest(lines: Iterable[str]) -> bytes:

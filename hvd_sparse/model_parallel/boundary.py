@@ -24,7 +24,7 @@ class BoundarySettings(NamedTuple):
         density = checked_density("density", self.density)
         check_choice("threshold", self.threshold, THRESHOLDS)
         check_number("momentum", self.momentum, "in (0, 1]", lambda value: 0.0 < value <= 1.0)
-        start_dim, seed = checked_integer("start_dim", self.start_dim), checked_integer("seed", self.seed)
+        start_dim, seed = checked_integer("start_dim", self.start_dim), checked_integer("seed", self.seed, 0)
         if start_dim == 0:
             raise ValueError("start_dim must not be 0: at least the first dimension counts samples; got 0")
         return self._replace(density=density, start_dim=start_dim, momentum=float(self.momentum), seed=seed)

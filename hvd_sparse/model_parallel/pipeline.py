@@ -8,6 +8,7 @@ import numpy as np
 
 from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_choice, check_seconds, checked_integer
+from hvd_sparse.configuration_check import CHECK_SECONDS
 from hvd_sparse.library import checked_communicator
 from hvd_sparse.log import Logged
 from hvd_sparse.model_parallel import message, tree
@@ -16,14 +17,15 @@ from hvd_sparse.model_parallel.batch import Batch, MicroBatch
 from hvd_sparse.model_parallel.channel import Channel
 from hvd_sparse.model_parallel.message import CALL, MOST_MICRO_BATCHES, TARGETS_FOLLOW, Head, Kind, Tensor
 from hvd_sparse.model_parallel.notices import PipelineError
+from hvd_sparse.model_parallel.output_boundaries import OutputBoundaries
 from hvd_sparse.model_parallel.schedule import FORWARD, SCHEDULES, Schedule, split_rows
 from hvd_sparse.model_parallel.traffic import PipelineTraffic
 from hvd_sparse.traffic import PipelineStats
 
-TIMEOUT = 600.0  # seconds
+TIMEOUT = CHECK_SECONDS
 
 
-class Pipeline(Logged, abc.ABC):
+class Pipeline(Logged, OutputBoundaries, abc.ABC):
     """A stage that runs micro-batches, on one rank of a communicator; see the frameworks' `Pipeline`."""
 
     PREFIX = "pipeline"
@@ -69,6 +71,10 @@ class Pipeline(Logged, abc.ABC):
         settings = {"hvd_sparse": __version__, "micro_batches": micro_batches, "schedule": schedule}
         self._channel.agree(error, settings)
         self._micro_batches, self._schedule, self._loss, self._reduction = micro_batches, schedule, loss, reduction
+
+    def __repr__(self) -> str:
+        own = f"stage {self.index} of {self.stages}, {self._micro_batches} micro-batches, {self._schedule}"
+        return f"<{type(self).__name__}, {own}, step {self._trained}>"
 
     @property
     def is_first(self) -> bool:
@@ -146,7 +152,8 @@ class Pipeline(Logged, abc.ABC):
             "steps", "step" and "total" as of a compressor: activations and gradients, of training; seconds is empty.
             "forward", "backward", "evaluation": messages, dense_bytes (of the dense tensors), payload_bytes (messages
             with their headers; also as sent_bytes), ratio and density. "targets_bytes"; "occupancy": part of the masked
-            elements that was kept; "boundaries": {name: the `stats` of this stage's boundary}.
+            elements that was kept in training, over all steps; "boundaries": {name: the `stats` of this stage's
+            boundary}, whose occupancies count evaluation, too.
         """
         boundaries = {name: one.stats() for name, one in self.boundaries.items()}
         return {**self._traffic.stats(self._trained), "boundaries": boundaries}
@@ -200,37 +207,6 @@ class Pipeline(Logged, abc.ABC):
 
         gradients: of the outputs that want one; None on the last stage, which begins at its loss.
         """
-
-    @abc.abstractmethod
-    def _made(self, boundary):
-        """Return the boundary for an argument, which is a boundary or a density. Raise an error if it is wrong."""
-
-    def _make_boundaries(self) -> None:
-        """Make the boundaries that have a name; the one of all is made for each output when that is first seen."""
-        if isinstance(self._boundary, Mapping):
-            for name, boundary in self._boundary.items():
-                if boundary is not None:
-                    self.boundaries[tree.module_name(name)] = self._made(boundary)
-        elif self._boundary is not None:
-            self._made(self._boundary)
-
-    def _boundary_of(self, name: str):
-        """Return the boundary of an output; None if it crosses whole. No name: no output."""
-        key = tree.module_name(name)
-        if name and self._boundary is not None and not isinstance(self._boundary, Mapping):
-            if key not in self.boundaries:
-                self.boundaries[key] = self._made_for_all()
-        return self.boundaries[key] if key in self.boundaries else None
-
-    def _made_for_all(self):
-        """Return a boundary for one more output: the given one for the first, later ones with its settings.
-
-        So each output has its own running threshold and statistics.
-        """
-        boundary = self._made(self._boundary)
-        if any(boundary is other for other in self.boundaries.values()):
-            boundary = self._made(type(boundary)(**boundary.settings._asdict()))
-        return boundary
 
     def _next_batch(self, training: bool, has_loss: bool = True) -> Batch:
         """Return the state of a new batch; RuntimeError after `close`."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from hvd_sparse.checkpoint import atomic_file
 from hvd_sparse.checks import check_bool, check_seconds
+from hvd_sparse.configuration_check import CHECK_SECONDS
 from hvd_sparse.frames import warn
 from hvd_sparse.library import checked_communicator
 from hvd_sparse.log import Logged
@@ -29,7 +30,7 @@ from hvd_sparse.parameter_server.worker import Worker
 from hvd_sparse.shared_use import SharedUse
 from hvd_sparse.traffic import SessionStats
 
-TIMEOUT, SILENCE = 600.0, 120.0  # seconds
+TIMEOUT, SILENCE = CHECK_SECONDS, 120.0
 SHARE_EVERY = 10  # steps between two sends of buffers, whose bytes are a few per cent of a push
 _open: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # this process's sessions, by communicator
 
@@ -46,7 +47,7 @@ class Session(Logged):
         threads: Number of threads in which each of these ranks serves, each with its own shard.
         overlap: Apply the answer to a push at the next push. Communication overlaps computation, one step staler.
         restore: Path of a file of `save`, which the first server reads: the run starts from its parameters and buffers.
-        timeout: Seconds to wait for an answer, or for a worker to join.
+        timeout: Seconds to wait for an answer, or for a worker to join; by default HVD_SPARSE_TIMEOUT, or 600.
         silence: Seconds without a message after which a worker counts as dead; None: never.
         communicator: An mpi4py communicator; None: COMM_WORLD.
 
@@ -115,6 +116,11 @@ class Session(Logged):
                 self._local.start(self._local.servers)
             else:
                 atexit.register(self._close_at_exit)
+
+    def __repr__(self) -> str:
+        roles = {"worker": self.is_worker, "server": self.is_server}
+        role = " and ".join(name for name, has in roles.items() if has)
+        return f"<{type(self).__name__}, rank {self.rank} of {self.communicator.Get_size()}, {role}: {self.method}>"
 
     @property
     def is_server(self) -> bool:

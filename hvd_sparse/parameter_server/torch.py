@@ -82,7 +82,8 @@ def connect(
         overlap: Apply the answer to a push at the next push, after computing another gradient: faster, and one step
             staler.
         restore: A file that `save` wrote; the servers start from its parameters.
-        timeout: Seconds to wait for an answer, or for a worker to join.
+        timeout: Seconds to wait for an answer, or for a worker to join; by default HVD_SPARSE_TIMEOUT of the
+            environment, or 600.
         silence: Seconds without a message after which a worker counts as dead; None: never.
         communicator: An mpi4py communicator; None: the world.
 

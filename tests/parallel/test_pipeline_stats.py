@@ -4,7 +4,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from hvd_sparse.torch.model_parallel import Pipeline, PipelineError
+from hvd_sparse.torch.model_parallel import Pipeline, PipelineError, ThresholdBoundary
 
 pytestmark = pytest.mark.rank_counts
 
@@ -15,9 +15,9 @@ WIDTH, KEPT = 200, 10  # density 0.05
 several = pytest.mark.skipif(STAGES == 1, reason="one stage has no boundary")
 
 
-def build():
+def build(boundary=0.05):
     stage = torch.nn.Linear(8 if RANK == 0 else WIDTH, 3 if LAST else WIDTH)
-    return Pipeline(stage, boundary=0.05, micro_batches=2, loss=torch.nn.functional.cross_entropy, timeout=60.0)
+    return Pipeline(stage, boundary=boundary, micro_batches=2, loss=torch.nn.functional.cross_entropy, timeout=60.0)
 
 
 def given(rows):
@@ -91,3 +91,26 @@ def test_a_writer_that_fails_ends_all_stages():
         with pytest.raises(pipeline_error, match="the disk is full"):
             pipeline.step(*given(10))
             pipeline.step(*given(10))
+
+
+def test_a_pipeline_says_what_it_is():
+    with build() as pipeline:
+        assert repr(pipeline) == f"<Pipeline, stage {RANK} of {STAGES}, 2 micro-batches, gpipe, step 0>"
+
+
+@several
+def test_occupancy_of_a_pipeline_is_that_of_training_and_of_a_boundary_of_all():
+    """Of "laplace", which keeps other parts of other rows."""
+    with build(ThresholdBoundary(0.2, "laplace")) as pipeline:
+        for rows in (10, 20):
+            pipeline.step(*given(rows))
+        before = pipeline.stats()
+        pipeline.evaluate(*given(10))
+        after = pipeline.stats()
+    assert after["occupancy"] == before["occupancy"] == before["forward"]["density"]
+    if not LAST:
+        first, last = (stats["boundaries"]["output"] for stats in (before, after))
+        assert first["mean_occupancy"] == pytest.approx(before["occupancy"])
+        in_all = (30 * before["occupancy"] + 10 * after["evaluation"]["density"]) / 40
+        assert last["mean_occupancy"] == pytest.approx(in_all) and first["mean_occupancy"] != last["mean_occupancy"]
+        assert 0.0 < first["occupancy"] < 1.0

@@ -20,7 +20,7 @@ from hvd_sparse.model_parallel.message import Head, Kind, Tensor
 from hvd_sparse.model_parallel.schedule import BACKWARD, FORWARD, SCHEDULES, split_rows
 from hvd_sparse.parameter_server.methods import DGS
 from hvd_sparse.parameter_server.session import Session
-from hvd_sparse.torch.model_parallel import Pipeline
+from hvd_sparse.torch.model_parallel import Pipeline, ThresholdBoundary
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -78,6 +78,11 @@ def test_the_numbers_of_a_boundary_are_those_of_python():
     chosen = BoundarySettings(Fraction(1, 20), "laplace", np.int64(-1), Fraction(1, 5), np.uint8(3)).checked()
     assert chosen == (0.05, "laplace", -1, 0.2, 3)
     assert [type(value) for value in chosen] == [float, str, int, float, int]
+
+
+def test_a_seed_below_0_is_refused_at_once():
+    with pytest.raises(ValueError, match="seed must be an integer of at least 0, got -1"):
+        ThresholdBoundary(0.1, seed=-1)
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,12 @@ def check_before_the_first_step(stats):
     assert stats["residual_norm"] == 0.0
 
 
+def test_a_session_says_what_it_is(join):
+    session = join(network(), GradientDroppingAsync(**SMALL))
+    expected = "<TorchSession, rank 0 of 1, worker and server: GradientDroppingAsync(density=0.1, warmup=None"
+    assert repr(session).startswith(expected)
+
+
 def test_before_the_first_step(join):
     check_before_the_first_step(join(network(), GradientDroppingAsync(**SMALL)).stats())
 

@@ -2,6 +2,10 @@
 
 import inspect
 import itertools
+import os
+import subprocess
+import sys
+import textwrap
 from dataclasses import fields
 from functools import partial
 
@@ -182,7 +186,7 @@ def test_descriptions_have_each_setting_once():
     assert "weight_decay = 0.1" in Settings.dgc(None, weight_decay=0.1).describe()
     lines = DGS(density=0.01, warmup=100).describe()
     names = [line.partition(" = ")[0] for line in lines]
-    assert sorted(names) == sorted({field.name for field in fields(DGS)} - {"warmup"} | {"method"})
+    assert sorted(names) == sorted({field.name for field in fields(DGS)} - {"warmup", "dense"} | {"method"})
     assert "density = warm_up(final=0.01, steps=100, initial=0.25, factor=0.25, begin=0)" in lines
 
 
@@ -202,6 +206,20 @@ def test_a_density_that_contradicts_the_warm_up_is_refused(make):
 def test_a_timeout_that_is_no_number_of_seconds_is_named(text):
     with pytest.raises(ValueError, match=f"HVD_SPARSE_TIMEOUT must be a number of seconds above 0.* got {text!r}"):
         timeout(text)
+
+
+def test_a_timeout_of_the_environment_is_the_default_of_sessions_and_pipelines_too():
+    script = """
+        import inspect
+        from hvd_sparse.model_parallel import hybrid, pipeline
+        from hvd_sparse.parameter_server import session
+        print(inspect.signature(session.Session).parameters["timeout"].default, pipeline.TIMEOUT, hybrid.START_TIMEOUT)
+    """
+    for text, expected in (("7.5", "7.5 7.5 7.5"), (None, "600.0 600.0 600.0")):
+        environment = {name: value for name, value in os.environ.items() if name != "HVD_SPARSE_TIMEOUT"}
+        environment |= {} if text is None else {"HVD_SPARSE_TIMEOUT": text}
+        command = [sys.executable, "-c", textwrap.dedent(script)]
+        assert subprocess.check_output(command, env=environment, text=True).strip() == expected
 
 
 def test_a_timeout_in_seconds():

@@ -105,10 +105,11 @@ class ThresholdBoundary(tf.keras.layers.Layer):
         return mask
 
     def stats(self) -> BoundaryStats:
-        """Return the occupancy (part of elements kept) of the last batch and in total, threshold, and batches.
+        """Return the occupancy, the part of elements kept: of the last batch, and as mean_occupancy of all batches.
 
-        The threshold is the running mean over training batches of the rows' mean threshold, and `batches` their number;
-        in a `Pipeline`, micro-batches. The counts are of this process: they are not saved in Keras' files.
+        Both count training and evaluation (of a pipeline, training alone: `Pipeline.stats`). The threshold is the
+        running mean over training batches of the rows' mean threshold, and `batches` their number. In a `Pipeline`,
+        batches are micro-batches. The counts are of this process: they are not saved in Keras' files.
         """
         (kept, numel), (all_kept, all_numel) = self._counters.last.numpy(), self._counters.total.numpy()
         return {

@@ -52,7 +52,7 @@ class Pipeline(shared.Pipeline):
             `tf.keras.losses.Loss`, called as Keras does.
         reduction: Reduction of `loss` over samples: "mean" (weights micro-batches by their samples) or "sum". It must
             be that of a Keras loss.
-        timeout: Seconds to wait for another stage.
+        timeout: Seconds to wait for another stage; by default HVD_SPARSE_TIMEOUT of the environment, or 600.
         communicator: An mpi4py communicator, in a hybrid run that of `hybrid`; None: the world.
 
     Raises:

@@ -87,10 +87,11 @@ class ThresholdBoundary(torch.nn.Module):
             return mask
 
     def stats(self) -> BoundaryStats:
-        """Return the occupancy (part of elements kept) of the last batch and in total, threshold, and batches.
+        """Return the occupancy, the part of elements kept: of the last batch, and as mean_occupancy of all batches.
 
-        The threshold is the running mean over training batches of the rows' mean threshold, and `batches` their number;
-        in a `Pipeline`, micro-batches. Waits for the device.
+        Both count training and evaluation (of a pipeline, training alone: `Pipeline.stats`). The threshold is the
+        running mean over training batches of the rows' mean threshold, and `batches` their number. In a `Pipeline`,
+        batches are micro-batches. Waits for the device.
         """
         (kept, numel), (all_kept, all_numel) = self._last.tolist(), self._total.tolist()
         return {

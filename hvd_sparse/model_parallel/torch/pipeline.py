@@ -41,7 +41,7 @@ class Pipeline(shared.Pipeline):
         loss: A function of outputs and targets that returns a scalar, on the last stage.
         reduction: Reduction of `loss` over samples: "mean" (weights micro-batches by their samples) or "sum". It must
             be that of a loss object, such as `torch.nn.CrossEntropyLoss`.
-        timeout: Seconds to wait for another stage.
+        timeout: Seconds to wait for another stage; by default HVD_SPARSE_TIMEOUT of the environment, or 600.
         communicator: An mpi4py communicator, in a hybrid run that of `hybrid`; None: the world.
 
     Raises:
