@@ -9,6 +9,7 @@ bucket's gradients and starts to send messages during the backward pass. The las
 """
 
 import weakref
+from collections.abc import Collection
 from functools import partial
 from typing import NamedTuple
 
@@ -22,9 +23,10 @@ from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.checks import some
 from hvd_sparse.torch.codecs.base import Arrival
 from hvd_sparse.torch.collectives.distributed import DistributedCollectives
-from hvd_sparse.torch.compressor import Compressor
+from hvd_sparse.torch.dense_bucket import fills
 from hvd_sparse.torch.exchange import Pending
 from hvd_sparse.torch.optimizer_checks import TWO_PASSES
+from hvd_sparse.torch.own_loop import SPARSE, TWO_REDUCTIONS, OwnLoop
 from hvd_sparse.torch.parameters import NamedParameters
 from hvd_sparse.units import Units
 
@@ -45,7 +47,7 @@ FROZEN_THEN = (
 )
 
 
-class DDPCompressor(Compressor):
+class DDPCompressor(OwnLoop):
     """A compressor with error feedback for one DistributedDataParallel. The methods of `Compression` make it.
 
     If any rank has a gradient that is not finite, the step is skipped on all ranks: every gradient becomes NaN, so that
@@ -106,11 +108,12 @@ class DDPCompressor(Compressor):
                 "register takes the model that DistributedDataParallel returned, got "
                 f"{type(model).__name__}: model = DistributedDataParallel(model); compression.register(model)"
             )
-        if self._model is not None:
+        if self._is_registered():
             raise ValueError(
                 "this compressor is registered already: build a new one for each model, "
                 f"Compression.{self.algorithm.name}(model.named_parameters(), ...)"
             )
+        self._refuse_own_loop()
         _check_options(model)
         self._check_group(model)
         self._check_parameters(model)
@@ -187,10 +190,14 @@ class DDPCompressor(Compressor):
                         "hvd_sparse: reset() or load_state_dict() was called during a backward pass; call these "
                         "between optimizer steps"
                     )
-                future = self._take(bucket, names)
+                future = self._take_bucket(bucket, names)
             if bucket.is_last() or (self._is_static() and len(self._arrived_names) == self._trained):
                 self._deliver()
             return future
+
+    def _is_registered(self) -> bool:
+        """Return whether `register` was called."""
+        return self._model is not None
 
     def _is_first(self, bucket: dist.GradBucket, names: list[str]) -> bool:
         """Return whether a bucket is the first one of a step.
@@ -222,17 +229,19 @@ class DDPCompressor(Compressor):
         self._collectives.leaves_out = self._leaves_out()
         self._begin()
 
-    def _take(self, bucket: dist.GradBucket, names: list[str]) -> Future[torch.Tensor]:
-        """Add a bucket's gradients to the step, and start the all-reduce of tensors that are sent dense."""
-        buffer = bucket.buffer()
-        if buffer.is_sparse:
-            raise ValueError(
-                "hvd_sparse does not compress sparse gradients under DistributedDataParallel: use embeddings with "
-                "sparse=False"
-            )
+    def _take_bucket(self, bucket: dist.GradBucket, names: list[str]) -> Future[torch.Tensor]:
+        """Add a bucket's gradients to the step."""
+        if bucket.buffer().is_sparse:
+            raise ValueError(SPARSE)
         gradients = list(map(_in_order, bucket.gradients(), bucket.parameters()))
         # If no rank used a parameter, DDP ignores the hook's result for it, so a residual sent then would be lost.
         unused = {name for name in names if name not in self._used} if self._leaves_out() else ()
+        return self._take(bucket.buffer(), names, gradients, unused)
+
+    def _take(
+        self, buffer: torch.Tensor, names: list[str], gradients: list[torch.Tensor], unused: Collection[str]
+    ) -> Future[torch.Tensor]:
+        """Add gradients of one dtype to the step, and start the all-reduce of tensors that are sent dense."""
         arrivals, sums, future = [], [], Future(devices=[buffer.device] if buffer.is_cuda else [])
         for name, gradient in zip(names, gradients, strict=True):
             arrival = self._arrival_of(name, gradient, name in unused)
@@ -249,7 +258,7 @@ class DDPCompressor(Compressor):
 
     def _start_sum(self, name: str, buffer: torch.Tensor, sums: list[torch.Tensor]) -> Pending:
         """Start one all-reduce that sums tensors, [n] each: in place, if it is one or if they fill the buffer."""
-        one = sums[0] if len(sums) == 1 else buffer if _fills(buffer, sums) else None
+        one = sums[0] if len(sums) == 1 else buffer if fills(buffer, sums) else None
         whole = torch.cat(sums) if one is None else one
         if whole.dtype == torch.float16:  # the sum may overflow float16, the mean does not
             whole.mul_(1.0 / self._exchange.size())
@@ -280,7 +289,7 @@ class DDPCompressor(Compressor):
         self._end()
         if not self._overflowed:  # a loss scaler skips the optimizer's step after an overflow
             used = [self._parameters[name] for name in self._used]  # none on a rank that has left its loop in `Join`
-            self._optimizer_checks.check_reduction(used, TWO_PASSES)
+            self._optimizer_checks.check_reduction(used, TWO_PASSES if self._is_registered() else TWO_REDUCTIONS)
             self._optimizer_checks.after_reduction(used)
         for arrived in self._arrived:
             arrived.future.set_result(arrived.buffer)
@@ -376,13 +385,3 @@ def _in_order(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if parameter.is_contiguous() or not parameter.permute(order).is_contiguous():
         return gradient
     return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
-
-
-def _fills(buffer: torch.Tensor, parts: list[torch.Tensor]) -> bool:
-    """Return whether the tensors are contiguous parts of the buffer and together fill it."""
-    at = buffer.data_ptr()
-    for part in parts:
-        if part.dtype != buffer.dtype or part.data_ptr() != at:
-            return False
-        at += part.nbytes
-    return at == buffer.data_ptr() + buffer.nbytes

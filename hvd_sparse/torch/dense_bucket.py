@@ -117,3 +117,13 @@ def take_dense(arrival: Arrival, feedback: ErrorFeedback, units: Units) -> tuple
     most = largest_sent(units.world_size, units.averages) if gradient.dtype == torch.float16 else math.inf
     sent, finite, arrival.commit = feedback.take_all(gradient, arrival.factor, units, most)
     return sent, [finite]
+
+
+def fills(buffer: torch.Tensor, parts: list[torch.Tensor]) -> bool:
+    """Return whether the tensors are contiguous parts of the buffer and together fill it."""
+    at = buffer.data_ptr()
+    for part in parts:
+        if part.dtype != buffer.dtype or part.data_ptr() != at:
+            return False
+        at += part.nbytes
+    return at == buffer.data_ptr() + buffer.nbytes

@@ -24,8 +24,8 @@ OLD_SCALE = (
 )
 UNUSED = (
     "hvd_sparse: an optimizer steps with gradients that its compressor has not seen: nothing is compressed, and a "
-    "momentum of the compressor is not applied. Use hvd.DistributedOptimizer(..., compression=compression), or with "
-    "DistributedDataParallel compression.register(model)"
+    "momentum of the compressor is not applied. Use hvd.DistributedOptimizer(..., compression=compression), with "
+    "DistributedDataParallel compression.register(model), or in a loop of your own compression.reduce_gradients()"
 )
 TWO_PASSES = (
     "hvd_sparse: two backward passes without an optimizer step between them: the second compresses gradients that were "

@@ -27,7 +27,7 @@ class Traffic:
         self._last = defaultdict(float)
         self._inner_seconds = 0.0
 
-    def count(self, **counts: int) -> None:
+    def count(self, **counts: float) -> None:
         """Add to the counters of the current step, by name."""
         for name, count in counts.items():
             self._step[name] += count
@@ -74,7 +74,7 @@ class PartOfStep(Traffic):
         super().__init__()
         self._whole = whole
 
-    def count(self, **counts: int) -> None:
+    def count(self, **counts: float) -> None:
         """Add to the counters of the whole step."""
         self._whole.count(**counts)
 

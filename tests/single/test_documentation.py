@@ -42,7 +42,7 @@ def commands():
 def test_every_script_is_run_somewhere():
     kinds = [kind(code) for code in scripts().values()]
     assert kinds.count("torch") >= 8 and kinds.count("tensorflow") >= 3 and kinds.count("pipeline") == 3
-    assert kinds.count("ddp") == 4
+    assert kinds.count("ddp") == 5
 
 
 @pytest.mark.parametrize("script", ALONE)
