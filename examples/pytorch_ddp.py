@@ -1,6 +1,6 @@
 """The DistributedDataParallel part of the PyTorch examples: torchrun --nproc-per-node 4 EXAMPLE --host ddp.
 
-Horovod is not needed. The baselines `none` and `fp16`, and PowerSGD, are PyTorch's own.
+Horovod is not needed. The baselines `none` and `fp16`, and PowerSGD, send gradients by PyTorch's own hooks.
 """
 
 import gc
@@ -8,19 +8,15 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+
+from hvd_sparse.torch.ddp import Compression  # noqa: F401, where `choose_compression` finds the baselines
 
 PLUGIN = "hvd_sparse.torch.ddp"
 ONE_BUCKET = 1 << 14  # MiB: PowerSGD starts collectives in callbacks, those of two buckets in any order
 VARIABLES = {"RANK": "OMPI_COMM_WORLD_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE"}
 VARIABLES |= {"LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK"}
-
-
-class Compression:
-    """Return the names of PyTorch's own methods."""
-
-    none, fp16 = "none", "fp16"
 
 
 def init(**options):
@@ -86,9 +82,7 @@ def distribute(model, optimizer, compression, args, warmup_steps):
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=args.powersgd, start_powerSGD_iter=begin)
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         compression = PowerSGDStats(state, sum(parameter.numel() for parameter in model.parameters()))
-    elif compression == "fp16":
-        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif compression != "none":
+    else:
         compression.register(wrapped)
     return wrapped, optimizer, compression
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from methods import Method
 from models import batches, build, train_alone
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_sparse.torch.ddp import Compression
@@ -38,7 +38,7 @@ class Job:
             self.compression = getattr(Compression, method.name)(self.plain.named_parameters(), **method.settings)
             self.compression.register(self.model)
         elif method.name == "fp16":
-            self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+            Compression.fp16.register(self.model)
             self.compressed //= 2
         elif method.name == "powersgd":
             state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, **method.settings)

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.checks import some
+from hvd_sparse.torch import dense_hook
 from hvd_sparse.torch.codecs.base import Arrival
 from hvd_sparse.torch.collectives.distributed import DistributedCollectives
 from hvd_sparse.torch.dense_bucket import fills
@@ -98,16 +99,7 @@ class DDPCompressor(OwnLoop):
             ValueError: The model has other parameters, another process group, another communication hook, or an option
                 that does not support hooks. Or this compressor is already registered.
         """
-        if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
-            raise TypeError(
-                f"register takes a DistributedDataParallel, got the {type(model).__name__} of torch.compile: register "
-                "before torch.compile, or pass model._orig_mod"
-            )
-        if not isinstance(model, DistributedDataParallel):
-            raise TypeError(
-                "register takes the model that DistributedDataParallel returned, got "
-                f"{type(model).__name__}: model = DistributedDataParallel(model); compression.register(model)"
-            )
+        dense_hook.check_model(model, "compression")
         if self._is_registered():
             raise ValueError(
                 "this compressor is registered already: build a new one for each model, "
@@ -345,8 +337,11 @@ class Compression(CompressionMethods[NamedParameters, DDPCompressor]):
     """Makes compressors for DistributedDataParallel: `Compression.dgc(model.named_parameters(), ...)`.
 
     Methods and arguments are the same as in `hvd_sparse.torch.Compression`, but `process_set` takes the model's process
-    group. Build one compressor for each model, in the same order on every rank, and call its `register` method.
+    group. Build one compressor for each model, in the same order on every rank, and call its `register` method. As with
+    Horovod, `none` and `fp16` are used without a call: `Compression.fp16.register(model)`.
     """
+
+    none, fp16 = dense_hook.none, dense_hook.fp16
 
     @classmethod
     def _build(cls, algorithm: Algorithm, parameters, process_set) -> DDPCompressor:
@@ -363,8 +358,7 @@ def _check_options(model: DistributedDataParallel) -> None:
     for option, remedy in options.items():
         if getattr(model, option, None):
             raise ValueError(f"hvd_sparse does not work with {option.lstrip('_')} of DistributedDataParallel: {remedy}")
-    if model._comm_hooks:
-        raise ValueError("the model has a communication hook already: register a compressor on a new one")
+    dense_hook.check_no_hook(model)
 
 
 def _note(used: set[str], name: str, parameter: torch.Tensor) -> None:
