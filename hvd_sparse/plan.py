@@ -2,6 +2,7 @@
 
     hvd_sparse plan --parameters 25.6e6 --compute-ms 180 --bandwidth 1gbit --ranks 8
     horovodrun -np 8 -H host1:4,host2:4 hvd_sparse plan --measure --parameters 25.6e6 --compute-ms 180
+    torchrun --no-python --nproc-per-node 2 hvd_sparse plan --measure --parameters 25.6e6 --compute-ms 180
 
 With --measure, bandwidth, latency and world size are those of the running job, unless they are given. The time of a
 rank to select, encode and decode is measured on this machine, with one thread: the table is for gradients on CPUs. It
@@ -11,10 +12,11 @@ is a prediction: see hvd_sparse.performance_model.
 import argparse
 import bisect
 import importlib.util
+import json
 import math
+import os
 import time
-from collections.abc import Sequence
-from types import ModuleType
+from dataclasses import asdict
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +24,9 @@ import numpy as np
 from hvd_sparse import native
 from hvd_sparse.algorithms import Algorithm, Settings
 from hvd_sparse.dense_fallback import DenseFallback, TensorSize
-from hvd_sparse.library import FRAMEWORKS, require_horovod
+from hvd_sparse.job_network import CYCLES, ROUNDS, measure_job
+from hvd_sparse.library import FRAMEWORKS
 from hvd_sparse.performance_model import (
-    CYCLE,
     FLOAT32,
     MOST_RANKS,
     Method,
@@ -45,9 +47,8 @@ UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 DENSITIES = (0.001, 0.01)
 MICRO_DENSITY = 0.01  # the smallest with known quality of training
 MOST_MEASURED = 16_000_000  # elements; of more, the time is scaled up
-SMALL, LARGE = 256, 4_000_000  # elements of the collectives that tell latency and bandwidth
-ROUNDS = 5
 LATENCY_US = 50.0
+OWN = {"horovod": "hvd.Compression", "ddp": "Compression"}  # what has none and fp16
 NAMES = {"torch": "model.named_parameters()", "tensorflow": "model.trainable_variables"}  # in the printed call
 ON_CPU = (
     "Sparse methods compress on one thread of this CPU; with gradients on a GPU they are faster than this table says."
@@ -134,7 +135,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="hvd_sparse plan",
         description="Predict the step time of each method on a network, and recommend one.",
-        epilog="horovodrun ... hvd_sparse plan --measure measures the network of that job.",
+        epilog="horovodrun ... hvd_sparse plan --measure measures the network of that job; torchrun --no-python, too.",
     )
     parser.add_argument("--parameters", type=count, required=True, help="elements of the model, such as 25.6M")
     parser.add_argument("--compute-ms", type=positive, required=True, help="forward, backward, optimizer of one rank")
@@ -148,13 +149,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--framework", choices=FRAMEWORKS, help="of the call, and of the job (default: the first that is installed)"
     )
+    parser.add_argument(
+        "--host", choices=CYCLES, help="what exchanges gradients (default: ddp under torchrun, else horovod)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
     args = parser.parse_args(arguments)
+    args.host = args.host or ("ddp" if "TORCHELASTIC_RUN_ID" in os.environ else "horovod")
+    if args.host == "ddp" and args.framework == "tensorflow":
+        parser.error("--host ddp is for PyTorch, got --framework tensorflow")
+    args.framework = "torch" if args.host == "ddp" else args.framework
     if not 0.0 <= args.overlap <= 1.0:
         parser.error(f"--overlap must be in [0, 1], got {args.overlap}")
     if args.ranks == 1:
         parser.error("--ranks must be 2 at least, got 1: one rank exchanges nothing")
     if not args.measure and (args.bandwidth is None or args.ranks is None):
-        parser.error("give --bandwidth and --ranks, or --measure in a job under horovodrun or mpirun")
+        parser.error("give --bandwidth and --ranks, or --measure in a job under horovodrun, mpirun or torchrun")
     return args
 
 
@@ -183,102 +192,34 @@ def own_work(n: int, density: float) -> tuple[float, float]:
     return scale * float(np.median(compress[1:])), scale * float(np.median(decode[1:]))
 
 
-def horovod_of(frameworks: tuple[str, ...]) -> ModuleType:
-    """Return horovod.torch or horovod.tensorflow: the first whose framework is installed, and that is built for it."""
-    reasons = []
-    for framework in frameworks:
-        try:
-            require_horovod(framework)
-            importlib.import_module(framework)
-            return importlib.import_module(f"horovod.{framework}")
-        except ImportError as error:
-            reasons.append(f"{framework}: {error}")
-    raise SystemExit("hvd_sparse plan: --measure needs Horovod and its framework\n" + "\n".join(reasons))
-
-
 def installed() -> str:
     """Return the first framework that is installed, or else the first of all."""
     return next((one for one in FRAMEWORKS if importlib.util.find_spec(one)), FRAMEWORKS[0])
 
 
-def measure_job(framework: str | None) -> tuple[Network, int, int, str]:
-    """Return the network of the running job (the same on all ranks), its world size, this rank, and the framework."""
-    hvd = horovod_of((framework,) if framework else FRAMEWORKS)
-    hvd.init()
-    world_size, rank = hvd.size(), hvd.rank()
-    if world_size == 1:
-        raise SystemExit("hvd_sparse plan: --measure needs a job of several ranks: horovodrun -np 2 ...")
-    framework = hvd.__name__.partition(".")[2]
-    network = measure_network(hvd, importlib.import_module(framework))
-    hvd.shutdown()
-    return network, world_size, rank, framework
-
-
-def measure_network(hvd: ModuleType, tensors: ModuleType) -> Network:
-    """Return the network between the ranks of an initialized Horovod of several: all-reduces and all-gathers are timed.
-
-    Args:
-        hvd: horovod.torch or horovod.tensorflow.
-        tensors: torch or tensorflow.
-    """
-
-    def seconds(collective: str, elements: int) -> float:
-        """Return the median time of a collective to which each rank gives so many elements."""
-        with tensors.device("cpu"):
-            tensor = tensors.ones([elements])
-        times = []
-        for number in range(ROUNDS + 1):
-            start = time.perf_counter()
-            getattr(hvd, collective)(tensor, name=f"hvd_sparse.plan.{collective}.{elements}.{number}")
-            times.append(time.perf_counter() - start)
-        return float(np.median(times[1:]))
-
-    reduced = [seconds("allreduce", elements) for elements in (SMALL, LARGE)]
-    gathered = [seconds("allgather", max(1, elements // hvd.size())) for elements in (SMALL, LARGE)]
-    figures = hvd.broadcast_object([reduced, gathered], root_rank=0, name="hvd_sparse.plan")
-    return network_from(*figures, hvd.size())
-
-
-def network_from(reduced: Sequence[float], gathered: Sequence[float], world_size: int) -> Network:
-    """Return the network on which collectives of SMALL and of LARGE elements take these seconds.
-
-    Args:
-        reduced: Of ring all-reduces to which each rank gives so many elements.
-        gathered: Of all-gathers whose result has so many elements.
-        world_size: Number of ranks.
-    """
-    rounds = 2 * (world_size - 1)
-    part = FLOAT32 / world_size  # bytes an element of a message
-    slope, gather_slope = (max(1e-9, large - small) / (LARGE - SMALL) for small, large in (reduced, gathered))
-    bandwidth = 8 * rounds * part / slope
-    # In half of the all-reduce's rounds, an all-gather sends as many bytes.
-    latency = (reduced[0] - CYCLE) / rounds - 8 * part * SMALL / bandwidth
-    return Network(bandwidth, max(0.0, latency), 2 * gather_slope / slope)
-
-
 def candidates(args: argparse.Namespace) -> list[Candidate]:
     """Return the methods to compare, dense first."""
-    compute, n = 1e-3 * args.compute_ms, args.parameters
+    compute, n, cycle = 1e-3 * args.compute_ms, args.parameters, CYCLES[args.host]
     overlap, parameters = args.overlap * compute, NAMES[args.framework or installed()]
-    plain = Profile([n], compute, overlap, wait=CYCLE)
+    plain = Profile([n], compute, overlap, wait=cycle)
     made = [
-        Candidate(Method("dense", dense(), plain), "hvd.Compression.none"),
-        Candidate(Method("fp16", dense(2), plain), "hvd.Compression.fp16"),
+        Candidate(Method("dense", dense(), plain), f"{OWN[args.host]}.none"),
+        Candidate(Method("fp16", dense(2), plain), f"{OWN[args.host]}.fp16"),
     ]
     for density in DENSITIES:
         compress, decode = own_work(n, density)
-        profile = Profile([n], compute, overlap, compress, decode, wait=CYCLE)
+        profile = Profile([n], compute, overlap, compress, decode, wait=cycle)
         call = f"Compression.dgc({parameters}, density={density:g}, momentum=0.9, warmup=warmup_steps)"
         settings = Settings.dgc(None, density=density, exchange="gather")
         made.append(Candidate(Method(f"DGC {density:g}", gathered(density), profile), call, settings))
         # Only the first of three collectives overlaps with backward, and the others wait for the one before.
-        first = Profile([n], compute, 0.5 * overlap, compress, decode, wait=3 * CYCLE, decoded=2.0)
+        first = Profile([n], compute, 0.5 * overlap, compress, decode, wait=3 * cycle, decoded=2.0)
         call = call.replace("momentum", 'exchange="reduce_scatter", complete=True, momentum')
         settings = Settings.dgc(None, density=density, exchange="reduce_scatter", complete=True)
         method = Method(f"DGC {density:g}, reduce-scatter", scattered(density, complete=True), first)
         made.append(Candidate(method, call, settings))
         if density >= MICRO_DENSITY:
-            late = Profile([n], compute, compress=compress, wait=2 * CYCLE)  # indices and values come after backward
+            late = Profile([n], compute, compress=compress, wait=2 * cycle)  # indices and values come after backward
             call = f"Compression.micro({parameters}, density={density:g})"
             settings = Settings.micro(None, density=density)
             made.append(Candidate(Method(f"MiCRO {density:g}", shared(density), late), call, settings))
@@ -305,10 +246,29 @@ def recommend(used: list[Candidate], network: Network, world_size: int) -> tuple
     return min(near, key=lambda one: (one.risk, seconds(one))), fastest
 
 
+class Comparison(NamedTuple):
+    """The methods on a network, dense first. best: what is recommended. short: to runs of fewer than 10,000 steps."""
+
+    made: list[Candidate]
+    used: list[Candidate]  # without those that the dense fallback sends dense
+    best: Candidate
+    fastest: Candidate
+    short: Candidate
+
+
+def compare(args: argparse.Namespace, network: Network, world_size: int) -> Comparison:
+    """Return the methods, and which of them to recommend."""
+    made = candidates(args)
+    used = [one for one in made if not one.is_sent_dense(world_size)]
+    best, fastest = recommend(used, network, world_size)
+    short, _ = recommend([one for one in used if not one.is_for_long_runs], network, world_size)
+    return Comparison(made, used, best, fastest, short)
+
+
 def report(args: argparse.Namespace, network: Network, world_size: int) -> str:
     """Return the table, and the recommendation."""
-    made, microseconds = candidates(args), 1e6 * network.latency
-    plain, cost = made[0].method, network.gather_cost
+    found, microseconds = compare(args, network, world_size), 1e6 * network.latency
+    plain, best, cost = found.made[0].method, found.best, network.gather_cost
     gather = "" if cost == 1.0 else f", a byte of a gather takes {cost:.2g} times one of an all-reduce"
     lines = [
         f"{args.parameters:,} parameters, {args.compute_ms:g} ms of compute, {world_size} ranks, "
@@ -317,24 +277,37 @@ def report(args: argparse.Namespace, network: Network, world_size: int) -> str:
         "",
         f"{'method':<27}{'step, ms':>10}{'speed-up':>12}{'vs 1 rank':>10}{'pays at':>17}{'up to ranks':>13}",
     ]
-    used = [one for one in made if not one.is_sent_dense(world_size)]
-    for one in made:
+    for one in found.made:
         sent_dense = f"{one.method.name:<27}{'sent dense: payloads have more bytes':>49}"
-        lines.append(row(one, plain, network, world_size) if one in used else sent_dense)
-    best, fastest = recommend(used, network, world_size)
-    lines += ["", f"Recommended: {best.method.name}", *usage(best)]
-    gain = best.method.step(network, world_size) / fastest.method.step(network, world_size)
+        lines.append(row(one, plain, network, world_size) if one in found.used else sent_dense)
+    lines += ["", f"Recommended: {best.method.name}", *usage(best, args.host)]
+    gain = best.method.step(network, world_size) / found.fastest.method.step(network, world_size)
     if gain >= NOTICED:
-        lines.append(f"{fastest.method.name} is {gain:.2f} times as fast, but may cost more accuracy.")
-    short, _ = recommend([one for one in used if not one.is_for_long_runs], network, world_size)
-    if short is not best:
-        lines += [f"With fewer than 10,000 steps: {short.method.name}", *usage(short)]
+        lines.append(f"{found.fastest.method.name} is {gain:.2f} times as fast, but may cost more accuracy.")
+    if found.short is not best:
+        lines += [f"With fewer than 10,000 steps: {found.short.method.name}", *usage(found.short, args.host)]
     return "\n".join(lines)
 
 
-def usage(one: Candidate) -> list[str]:
+def as_json(args: argparse.Namespace, network: Network, world_size: int) -> str:
+    """Return the same as one line of JSON."""
+    found = compare(args, network, world_size)
+    base, methods = found.made[0].method.step(network, world_size), []
+    for one in found.made:
+        step = one.method.step(network, world_size) if one in found.used else None
+        figures = {"step_ms": step and 1e3 * step, "speedup": step and base / step, "is_sent_dense": step is None}
+        methods.append({"name": one.method.name, "call": one.call, **figures})
+    asked = {"parameters": args.parameters, "compute_ms": args.compute_ms, "ranks": world_size, "host": args.host}
+    names = {"recommended": found.best.method.name, "recommended_below_10000_steps": found.short.method.name}
+    return json.dumps({**asked, "network": asdict(network), "methods": methods, **names})
+
+
+def usage(one: Candidate, host: str) -> list[str]:
     """Return the lines that say how to use a candidate."""
     lines = [f"    compression={one.call}"]
+    if host == "ddp":
+        lines = [f"    compression = {one.call}", "    compression.register(model)"]
+        lines = ["    from hvd_sparse.torch.ddp import Compression", *lines]
     if "momentum" in one.call:
         lines.append("    warmup_steps: a tenth of the run's steps; momentum of the optimizer: 0")
         if not one.is_for_long_runs:
@@ -372,17 +345,17 @@ def most_ranks(one: Candidate, plain: Method, network: Network, world_size: int)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure if asked to, and print the report on rank 0."""
+    """Measure if asked to, and print the result on rank 0."""
     args = parse_arguments(arguments)
     bandwidth, latency, world_size, rank = args.bandwidth, args.latency_us, args.ranks, 0
     if args.measure:
-        measured, ranks, rank, args.framework = measure_job(args.framework)
+        measured, ranks, rank, args.framework = measure_job(args.framework, args.host)
         bandwidth, world_size = bandwidth or measured.bandwidth, world_size or ranks
         latency = 1e6 * measured.latency if latency is None else latency
     latency = LATENCY_US if latency is None else latency
     network = Network(bandwidth, 1e-6 * latency, measured.gather_cost if args.measure else 1.0)
     if rank == 0:
-        print(report(args, network, world_size))
+        print((as_json if args.json else report)(args, network, world_size))
 
 
 if __name__ == "__main__":

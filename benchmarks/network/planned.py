@@ -28,7 +28,7 @@ NAMES = {"dense": "dense", "fp16": "fp16", "dgc": "DGC 0.001", "dgc_0.01": "DGC 
 @functools.cache
 def planned(parameters: int, compute_ms: float) -> dict[str, Method]:
     """Return the methods that the command compares, by name."""
-    args = argparse.Namespace(parameters=parameters, compute_ms=compute_ms, overlap=0.5, framework=None)
+    args = argparse.Namespace(parameters=parameters, compute_ms=compute_ms, overlap=0.5, framework=None, host="horovod")
     return {one.method.name: one.method for one in plan.candidates(args)}
 
 

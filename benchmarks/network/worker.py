@@ -13,7 +13,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from methods import FRAMEWORKS, METHODS, MODELS
 
-from hvd_sparse import plan
+from hvd_sparse.job_network import measure_network
 
 TRIED = 2  # steps that determine how many steps to time; if that number is not larger, these steps are the result
 
@@ -41,7 +41,7 @@ def main() -> None:
         job = module.Job(args.model, METHODS[method], args.batch_size)
         figures = measure(job, args)
         if link is None and package != "ddp":
-            link = dataclasses.asdict(plan.measure_network(module.hvd, module.tensors))
+            link = dataclasses.asdict(measure_network(module.hvd, module.tensors))
         if job.rank == 0:
             print(json.dumps({"method": method, **figures, "link": link}), flush=True)
     job.close()

@@ -1,6 +1,7 @@
 """`hvd_sparse plan`: its arguments, its table equals the model's, and the recommended call works."""
 
 import itertools
+import json
 import re
 import sys
 from types import SimpleNamespace
@@ -10,10 +11,11 @@ import pytest
 import torch
 from launching import launch, mpirun
 
-from hvd_sparse import __main__, plan
+from hvd_sparse import __main__, job_network, plan
 from hvd_sparse.dense_fallback import DenseFallback, TensorSize
 from hvd_sparse.performance_model import Network, Profile, scattered
 from hvd_sparse.torch import Compression
+from hvd_sparse.torch.ddp import Compression as DDPCompression
 
 HINT = "    warmup_steps: a tenth of the run's steps; momentum of the optimizer: 0"
 SHORT_HINT = "    With SGD and fewer than 1,000 steps try factor_masking=False, and gradient_dropping."
@@ -229,65 +231,14 @@ def test_own_work_of_a_large_model_is_that_of_a_part_times_its_size(monkeypatch)
     assert plan.own_work(5_000_000, 0.01) == (100.0, 100.0)
 
 
-@pytest.mark.parametrize(("text", "value"), [("1gbit", 1e9), ("2.5Gbit", 2.5e9), ("100mbit", 1e8), ("8kbit", 8e3)])
-def test_rates(text, value):
-    assert plan.rate(text) == value
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("25.6e6", 25_600_000),
-        ("25.6M", 25_600_000),
-        ("1.1k", 1100),
-        ("7G", 7_000_000_000),
-        ("3", 3),
-        ("7B", 7_000_000_000),
-        ("1t", 10**12),
-    ],
-)
-def test_counts(text, value):
-    assert plan.count(text) == value
-
-
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        (["--bandwidth", "1000"], "must end with kbit, mbit or gbit, such as 1gbit; got '1000'"),
-        (["--bandwidth", "fastgbit"], "must be a number above 0, and finite; got 'fastgbit'"),
-        (["--bandwidth", "gbit"], "must be a number above 0, and finite; got 'gbit'"),
-        (["--bandwidth", "0gbit"], "must be a number above 0, and finite; got '0gbit'"),
-        (["--parameters", "x"], "must be a whole number above 0, such as 25.6e6; got 'x'"),
-        (["--parameters", "nan"], "must be a whole number above 0, such as 25.6e6; got 'nan'"),
-        (["--parameters", "0"], "must be a whole number above 0, such as 25.6e6; got '0'"),
-        (["--parameters", "1.5"], "must be a whole number above 0, such as 25.6e6; got '1.5'"),
-        (["--parameters", "inf"], "must be a whole number above 0, such as 25.6e6; got 'inf'"),
-        (["--compute-ms", "x"], "must be a number above 0, and finite; got 'x'"),
-        (["--compute-ms", "inf"], "must be a number above 0, and finite; got 'inf'"),
-        (["--compute-ms", "-1"], "must be a number above 0, and finite; got '-1'"),
-        (["--latency-us", "-1"], "must be a number of at least 0, and finite; got '-1'"),
-        (["--overlap", "1.5"], "--overlap must be in [0, 1], got 1.5"),
-        (["--ranks", "1"], "--ranks must be 2 at least, got 1"),
-    ],
-)
-def test_wrong_flags_are_refused(changed, told, capsys):
-    with pytest.raises(SystemExit):
-        plan.main([*FLAGS, *changed])
-    assert told in capsys.readouterr().err
-
-
-def test_a_network_is_given_or_measured(capsys):
-    with pytest.raises(SystemExit):
-        plan.main(FLAGS[:4])
-    assert "give --bandwidth and --ranks, or --measure" in capsys.readouterr().err
-
-
-def test_bandwidth_comes_from_two_sizes(monkeypatch):
+@pytest.mark.parametrize("cycle", [1e-3, 0.0])
+def test_bandwidth_comes_from_two_sizes(cycle):
     """Collectives of 4 ranks, played on a network, each after a cycle of Horovod: what comes out is that network."""
     network = Network(2e9, 1e-4, gather_cost=1.7)
-    reduced = [1e-3 + network.all_reduce(4 * elements, 4) for elements in (plan.SMALL, plan.LARGE)]
-    gathered = [1e-3 + network.all_gather(4 * elements / 4, 4) for elements in (plan.SMALL, plan.LARGE)]
-    found = plan.network_from(reduced, gathered, world_size=4)
+    sizes = (job_network.SMALL, job_network.LARGE)
+    reduced = [cycle + network.all_reduce(4 * elements, 4) for elements in sizes]
+    gathered = [cycle + network.all_gather(4 * elements / 4, 4) for elements in sizes]
+    found = job_network.network_from(reduced, gathered, world_size=4, cycle=cycle)
     assert [found.bandwidth, found.latency, found.gather_cost] == pytest.approx([2e9, 1e-4, 1.7], rel=0.01)
 
 
@@ -296,7 +247,7 @@ def test_gathers_can_cost_more_than_all_reduces(own_work, capsys, monkeypatch):
     steps = []
     for cost, told in ((1.0, "0 us\n"), (2.0, "0 us, a byte of a gather takes 2 times one of an all-reduce\n")):
         network = Network(1e7, 0.0, cost)
-        monkeypatch.setattr(plan, "measure_job", lambda framework, network=network: (network, 4, 0, "torch"))
+        monkeypatch.setattr(plan, "measure_job", lambda framework, host, network=network: (network, 4, 0, "torch"))
         plan.main([*FLAGS[:4], "--measure"])
         output = capsys.readouterr().out
         assert told in output
@@ -311,7 +262,7 @@ def test_gathers_can_cost_more_than_all_reduces(own_work, capsys, monkeypatch):
 def test_the_call_is_that_of_the_framework(own_work, framework, parameters, capsys, monkeypatch):
     plan.main([*FLAGS, "--framework", framework])
     assert parameters in recommended(capsys.readouterr().out)
-    monkeypatch.setattr(plan, "measure_job", lambda asked: (Network(1e9), 4, 0, framework))
+    monkeypatch.setattr(plan, "measure_job", lambda asked, host: (Network(1e9), 4, 0, framework))
     plan.main([*FLAGS[:4], "--measure"])
     assert parameters in recommended(capsys.readouterr().out)
 
@@ -329,7 +280,7 @@ def test_without_a_job_the_call_is_that_of_an_installed_framework(own_work, caps
 
 
 def test_what_is_given_is_not_taken_from_the_job(own_work, capsys, monkeypatch):
-    monkeypatch.setattr(plan, "measure_job", lambda framework: (Network(2e9, 1e-4), 2, 0, "torch"))
+    monkeypatch.setattr(plan, "measure_job", lambda framework, host: (Network(2e9, 1e-4), 2, 0, "torch"))
     for given, told in (
         ([], "2 ranks, 2 Gbit/s, 100 us"),
         (["--ranks", "64"], "64 ranks, 2 Gbit/s, 100 us"),
@@ -347,10 +298,10 @@ def test_the_framework_is_one_that_horovod_was_built_for(monkeypatch):
             raise ImportError("Extension horovod.torch has not been built")
         return SimpleNamespace(__name__=name)
 
-    monkeypatch.setattr(plan.importlib, "import_module", load)
-    assert plan.horovod_of(("torch", "tensorflow")).__name__ == "horovod.tensorflow"
+    monkeypatch.setattr(job_network.importlib, "import_module", load)
+    assert job_network.horovod_of(("torch", "tensorflow")).__name__ == "horovod.tensorflow"
     with pytest.raises(SystemExit, match=r"torch: Extension horovod\.torch has not been built"):
-        plan.horovod_of(("torch",))
+        job_network.horovod_of(("torch",))
 
 
 @job
@@ -366,3 +317,57 @@ def test_a_job_measures_its_network_and_one_rank_prints(framework):
 def test_a_lone_rank_has_no_network_to_measure():
     code, output = launch([sys.executable, *JOB])
     assert code == 1 and "--measure needs a job of several ranks: horovodrun -np 2" in output
+
+
+def test_under_torchrun_the_calls_are_those_of_ddp_and_no_collective_waits_for_a_cycle(own_work, capsys, monkeypatch):
+    """The steps of `test_the_table_is_what_the_model_says` without 1 ms, in a reduce-scatter without 3 ms."""
+    plan.main([*FLAGS, "--host", "ddp"])
+    output = capsys.readouterr().out
+    table, lines = rows(output), output.splitlines()
+    assert table["dense"][0] == pytest.approx(10 + 48 + 0.3 - 5, abs=0.05)
+    assert table["DGC 0.001"][0] == pytest.approx(10 + 2 + 4 * 0.5, abs=0.05)
+    at = lines.index("    from hvd_sparse.torch.ddp import Compression")
+    name, _, call = lines[at + 1].strip().partition(" = ")
+    assert (name, lines[at + 2]) == ("compression", "    compression.register(model)") and "density=0.01," in call
+    made = eval(call, {"Compression": DDPCompression, "model": torch.nn.Linear(3, 2), "warmup_steps": 100})
+    assert made.algorithm.name == "dgc"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    plan.main(FLAGS)
+    assert capsys.readouterr().out == output
+    plan.main([*FLAGS, "--host", "horovod"])
+    assert "hvd_sparse.torch.ddp" not in (told := capsys.readouterr().out) and "compression=Compression.dgc" in told
+    plan.main([*FLAGS[:4], "--bandwidth", "100gbit", "--ranks", "64", "--latency-us", "1"])
+    assert re.search(r"    compression = Compression\.(none|fp16)\n    comp", capsys.readouterr().out)
+
+
+def test_json_has_what_the_table_has(own_work, capsys):
+    plan.main(flags := [*FLAGS[:4], "--bandwidth", "150mbit", "--ranks", "4"])
+    output = capsys.readouterr().out
+    plan.main([*flags, "--json"])
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert found["network"] == {"bandwidth": 150e6, "latency": pytest.approx(5e-5), "gather_cost": 1.0}
+    assert [found[name] for name in ("parameters", "compute_ms", "ranks", "host")] == [1_000_000, 10.0, 4, "horovod"]
+    assert (found["recommended"], found["recommended_below_10000_steps"]) == ("DGC 0.001", "DGC 0.01")
+    methods, table = {one["name"]: one for one in found["methods"]}, rows(output)
+    assert list(methods) == list(table) and methods["dense"]["call"] == "hvd.Compression.none"
+    for name, one in methods.items():
+        shown = [one["step_ms"], one["speedup"]]
+        assert shown == [pytest.approx(table[name][0], abs=0.051), pytest.approx(table[name][1], abs=0.0051)]
+        assert not one["is_sent_dense"]
+    assert methods["dense"]["step_ms"] == pytest.approx(10 + 320 + 0.3 - 5 + 1)
+    assert f"    compression={methods['DGC 0.001']['call']}\n" in output
+
+
+def test_json_of_what_is_sent_dense(own_work, capsys):
+    plan.main([*HIGH_LATENCY, "--bandwidth", "100mbit", "--json"])
+    methods = json.loads(capsys.readouterr().out)["methods"]
+    (dense,) = [one for one in methods if one["is_sent_dense"]]
+    assert dense["name"] == "DGC 0.01" and dense["step_ms"] is None and dense["speedup"] is None
+
+
+def test_without_torchrun_there_is_no_job_of_ddp_to_measure(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit, match=r"--host ddp --measure needs a job of torchrun: .*environment variable RANK"):
+        plan.main([*FLAGS[:4], "--measure", "--host", "ddp"])
