@@ -38,6 +38,7 @@ class CompressionCallback(TrainerCallback):
         trainer: The `Trainer` that the callback is added to.
         make: Returns a new compressor of the (name, parameter) pairs that it is called with:
             `lambda named: Compression.dgc(named, density=0.01, momentum=0.9)`, of `hvd_sparse.torch.ddp.Compression`.
+        log_every: Report rank 0's numbers by `trainer.log` every so many steps (`log_to`); None: never.
 
     Attributes:
         compression: The compressor of the last training; None before the first, and if nothing is compressed.
@@ -48,9 +49,10 @@ class CompressionCallback(TrainerCallback):
         ValueError: When training starts: `DDPCompressor.register` refuses the model, or `load_state_dict` the state.
     """
 
-    def __init__(self, trainer: Any, make: Make):
+    def __init__(self, trainer: Any, make: Make, log_every: int | None = None):
         self._trainer = weakref.ref(trainer)  # which has the callback
-        self._make = make
+        self._make, self._log_every = make, log_every
+        self._numbers: dict[str, float] = {}  # of this step, to be reported at its end
         self.compression: DDPCompressor | None = None
         self._model: weakref.ref | None = None  # the DistributedDataParallel of the last training
 
@@ -68,6 +70,17 @@ class CompressionCallback(TrainerCallback):
             self._resume(self.compression, args, state)
         if state.is_world_process_zero:
             warn_of_clipping(self.compression, "max_grad_norm", args.max_grad_norm, off="it to 0.0")
+            if self._log_every is not None:
+                self.compression.log_to(lambda numbers, step: self._numbers.update(numbers), self._log_every)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Report the numbers of this step: during its backward pass, the Trainer still counts the one before."""
+        trainer = self._trainer()
+        if self._numbers and trainer is not None:
+            numbers, self._numbers = self._numbers, {}
+            own = control.should_log
+            trainer.log(numbers)
+            control.should_log = own  # `log` clears it, and the Trainer would not report its loss in this step
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add the sum of all ranks' states to the checkpoint: all ranks call it, and one saves."""

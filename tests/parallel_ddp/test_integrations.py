@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -306,6 +307,18 @@ def test_accelerate_trains_as_a_loop(fresh, accumulate, scale):
     assert accelerated.compression.loss_scale == (scale or 1.0)
     assert_same(accelerated.module, loop.module)
     assert_same_memory(accelerated.compression.state_dict(), loop.compression.state_dict())
+
+
+@needs("accelerate")
+@ALONE
+def test_the_trackers_of_accelerate_get_the_numbers_of_rank_0(fresh):
+    accelerated, found = Accelerated(), []
+    log = lambda numbers, step: found.append((step, numbers["compression/ratio"] > 1.0))  # noqa: E731
+    accelerated.accelerator.trackers = [SimpleNamespace(name="tracker", log=log)]  # as init_trackers sets them
+    if accelerated.accelerator.is_main_process:
+        accelerated.compression.log_to(accelerated.accelerator.log, every=2)
+    accelerated.train(batches(4))
+    assert found == ([(2, True), (4, True)] if dist.get_rank() == 0 else [])
 
 
 @needs("accelerate")

@@ -27,7 +27,7 @@ class Classifier(torch.nn.Module):
 class Training:
     """A Trainer with the callback. `given`: the batches that it gave this rank, in order."""
 
-    def __init__(self, folder, make=dgc, **more):
+    def __init__(self, folder, make=dgc, log_every=None, **more):
         import transformers
         from accelerate.state import AcceleratorState, GradientState
 
@@ -43,7 +43,7 @@ class Training:
         arguments = transformers.TrainingArguments(output_dir=folder, **{**plain, **quiet, "max_steps": 3, **more})
         self.module, self.given = Classifier(), []
         self.trainer = transformers.Trainer(self.module, arguments, self.collate, examples)
-        self.callback = CompressionCallback(self.trainer, make)
+        self.callback = CompressionCallback(self.trainer, make, log_every)
         self.trainer.add_callback(self.callback)
 
     def collate(self, examples):
@@ -110,6 +110,24 @@ def test_a_checkpoint_without_a_state_is_warned_of(tmp_path):
         lambda: resumed.train(resume_from_checkpoint=True), "without .*compression.pt: residuals start empty"
     )
     assert told == (dist.get_rank() == 0) and resumed.callback.compression.state_dict()["step"] == 3
+
+
+@pytest.mark.parametrize("every", [None, 2])
+def test_rank_0_logs_by_the_trainer_which_goes_on_to_log_its_loss(tmp_path, every):
+    """The numbers of each step are those of a loop, but for a few bytes: the Trainer sets find_unused_parameters."""
+    training = Training(shared_folder(tmp_path), log_every=every, max_steps=6, logging_steps=3)
+    loop, expected = Loop(), {}
+    loop.compression.log_to(lambda numbers, step: expected.update({step: numbers}), 2)
+    loop.train(training.train()[:6])
+    history = training.trainer.state.log_history
+    found = {one["step"]: one for one in history if "compression/ratio" in one}
+    assert list(found) == ([2, 4, 6] if every and dist.get_rank() == 0 else [])
+    for step, numbers in found.items():
+        assert {name for name in numbers if name.startswith("compression/")} == expected[step].keys()
+        for name in ("density", "residual_norm"):
+            assert numbers[f"compression/{name}"] == expected[step][f"compression/{name}"] > 0.0
+        assert 0 <= numbers["compression/payload_bytes"] - expected[step]["compression/payload_bytes"] <= 64
+    assert [one["step"] for one in history if "loss" in one] == [3, 6]
 
 
 def test_the_scaler_of_the_trainer_gives_the_loss_scale(tmp_path):
