@@ -9,11 +9,10 @@ import sys
 
 from tqdm import tqdm
 
+from hvd_sparse import algorithms
+
 DENSE_METHODS = ("none", "fp16")
-SPARSE_METHODS = (
-    *("dgc", "gradient_dropping", "samomentum", "dct", "micro"),
-    *("topk", "cltk", "sidco", "random_k", "hard_threshold"),
-)
+SPARSE_METHODS = tuple(sorted(algorithms.METHODS, key=lambda name: name != "dgc"))  # DGC first
 METHODS = (*DENSE_METHODS, *SPARSE_METHODS)
 LOCAL_MOMENTUM = ("dgc", "samomentum")  # the compressor applies momentum, and the optimizer has none
 SCOPED = (*LOCAL_MOMENTUM, "gradient_dropping", "topk")

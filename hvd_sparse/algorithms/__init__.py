@@ -1,5 +1,6 @@
 """All methods: for each a dataclass of settings, and a class method of `CompressionMethods` as signature."""
 
+from hvd_sparse.algorithms import shared_indices, threshold, top_k
 from hvd_sparse.algorithms.base import CODINGS, SCOPES, WIRE_VALUES, Algorithm, Compressor, Parameters
 from hvd_sparse.algorithms.shared_indices import CyclicLocalTopK, MiCRO, RandomK, SharedIndicesMethods
 from hvd_sparse.algorithms.threshold import (
@@ -20,6 +21,7 @@ from hvd_sparse.algorithms.top_k import (
 
 __all__ = [
     "CODINGS",
+    "METHODS",
     "SCOPES",
     "WIRE_VALUES",
     "Algorithm",
@@ -38,6 +40,14 @@ __all__ = [
     "SparsificationAwareMomentum",
     "TopK",
 ]
+
+
+METHODS: dict[str, type[Algorithm]] = {  # {name of the method of `Compression`: the class of its settings}
+    one.name: one
+    for module in (top_k, threshold, shared_indices)
+    for one in vars(module).values()
+    if isinstance(one, type) and issubclass(one, Algorithm) and "name" in vars(one)
+}
 
 
 class CompressionMethods(

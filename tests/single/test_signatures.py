@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from hvd_sparse.algorithms import Algorithm, CompressionMethods, Settings
+from hvd_sparse.algorithms import METHODS, Algorithm, CompressionMethods, Settings
 from hvd_sparse.parameter_server import METHODS as ASYNCHRONOUS
 
 NAMES = sorted(name for name in dir(CompressionMethods) if not name.startswith("_"))
@@ -20,6 +20,7 @@ def parameters_of(name):
 
 def test_all_methods_are_there():
     assert NAMES == sorted("cltk dct dgc gradient_dropping hard_threshold micro random_k samomentum sidco topk".split())
+    assert sorted(METHODS) == NAMES and METHODS["dgc"].__name__ == "DeepGradientCompression"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -41,7 +42,7 @@ def test_every_argument_arrives(name):
     """What a method is called with is what its settings hold; what it is not called with, the signature's default."""
     settings = getattr(Settings, name)(None, **REQUIRED.get(name, {}))
     assert isinstance(settings, Algorithm)
-    assert settings.name == name
+    assert settings.name == name and type(settings) is METHODS[name]
     parameters = parameters_of(name)
     assert {field.name for field in fields(settings)} == set(parameters) - {"parameters", "process_set", "sparsity"}
     for field in fields(settings):
