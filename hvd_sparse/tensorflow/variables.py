@@ -1,7 +1,7 @@
 """The variables of a compressor or a session, by name."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import tensorflow as tf
 
@@ -42,7 +42,7 @@ class Variables:
         self._by_name, self._name_of = by_name, name_of
         if not self._by_name:
             raise ValueError(
-                "variables is empty; pass model.trainable_variables of a model that is built, or the model itself"
+                "parameters is empty; pass model.trainable_variables of a model that is built, or the model itself"
             )
 
     def is_loaded(self) -> bool:
@@ -93,7 +93,8 @@ def trained_and_buffers(source) -> tuple[dict[str, tf.Variable], dict[str, tf.Va
     are not unique. Buffers are floating-point variables that are not trained, except those of frozen layers. Raises
     ValueError if no variable is trained.
     """
-    trained = _named([variable for variable in resolve(source) if getattr(variable, "trainable", True)], {})
+    variables = [variable for variable in resolve(source, "model") if getattr(variable, "trainable", True)]
+    trained = _named(variables, {})
     if not trained:
         raise ValueError(
             "there must be variables to train, got none: build the model first, with an Input or by a call on a batch"
@@ -111,7 +112,7 @@ def frozen_variables(source, others: dict[str, tf.Variable]) -> list[tf.Variable
     """Return the floating-point variables that are not among the others, which change; source: as above."""
     known = {id(variable) for variable in others.values()}
     name = "non_trainable_weights" if hasattr(source, "non_trainable_weights") else "non_trainable_variables"
-    variables = getattr(source, name) if has_variables(source) else resolve(source)
+    variables = getattr(source, name) if has_variables(source) else resolve(source, "model")
     found = [unwrapped(variable) for variable in variables]
     return [variable for variable in found if id(variable) not in known and variable.dtype.is_floating]
 
@@ -121,7 +122,7 @@ def _named(variables: list, taken: dict) -> dict[str, tf.Variable]:
     names: dict[int, str] = {}
     found: dict[str, tf.Variable] = {}
     for outer in variables:
-        variable = checked(outer)
+        variable = checked(outer, "model")
         if id(variable) not in names:
             name = unique_name(getattr(outer, "path", None) or plain_name(variable), {**taken, **found})
             names[id(variable)] = name
@@ -138,16 +139,21 @@ def _may_come_late(source) -> bool:
     return has_variables(source) or callable(source)
 
 
-def resolve(source) -> list:
-    """Return the list of trained variables; raise TypeError if `source` does not give a list."""
+def resolve(source, argument: str = "parameters") -> list:
+    """Return the list of trained variables; raise TypeError, naming the argument, if `source` does not give a list."""
     if isinstance(source, tf.Variable):
-        raise TypeError("variables must be a list of variables, got a single one; pass [variable]")
+        raise TypeError(f"{argument} must be a list of variables, got a single one; pass [variable]")
     if has_variables(source):
         source = source.trainable_variables
     if callable(source):
         source = source()
+    if isinstance(source, Mapping):  # its names would not be those in a checkpoint, as they are in PyTorch
+        raise TypeError(
+            f"{argument} must be a list of tf.Variable, got a {type(source).__name__}: pass its .values(); variables "
+            "have names of their own"
+        )
     if not isinstance(source, Iterable):
-        raise TypeError(f"variables must be a list of tf.Variable, got {type(source).__name__}")
+        raise TypeError(f"{argument} must be a list of tf.Variable, got {type(source).__name__}")
     return list(source)
 
 
@@ -169,11 +175,11 @@ def plain_name(variable: tf.Variable) -> str:
     return variable.name.removesuffix(":0")
 
 
-def checked(variable) -> tf.Variable:
+def checked(variable, argument: str = "parameters") -> tf.Variable:
     """Return the unwrapped tf.Variable; raise TypeError or ValueError if its type or shape is not supported."""
     variable = unwrapped(variable)
     if not isinstance(variable, tf.Variable):
-        raise TypeError(f"variables must be tf.Variable, got {type(variable).__name__}")
+        raise TypeError(f"{argument} must be a list of tf.Variable, got entries of type {type(variable).__name__}")
     if variable.dtype.base_dtype not in DTYPES:  # of a RefVariable of TensorFlow 1 it is another one
         raise TypeError(
             f"{variable.name}: gradients must be float32, float64, float16 or bfloat16, got {variable.dtype.name}"

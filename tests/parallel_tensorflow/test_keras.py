@@ -200,7 +200,7 @@ def test_model_built_at_its_first_call():
     tf.keras.utils.set_random_seed(1)
     model = tf.keras.Sequential([layers.Dense(60, activation="relu"), layers.Dense(3)])
     compression = Compression.dgc(model, **SETTINGS)
-    with pytest.raises(ValueError, match=r"variables is empty|not yet been created"):
+    with pytest.raises(ValueError, match=r"parameters is empty|not yet been created"):
         compression.state_dict()
     compile_with(model, compression)
     fit(model)

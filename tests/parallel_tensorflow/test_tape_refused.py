@@ -330,11 +330,16 @@ def test_arguments(what, method):
 
 
 NOT_VARIABLES = {
-    "none": (lambda: [], ValueError, "variables is empty"),
-    "no list": (lambda: 3, TypeError, "variables must be a list of tf.Variable, got int"),
+    "none": (lambda: [], ValueError, "parameters is empty"),
+    "no list": (lambda: 3, TypeError, "parameters must be a list of tf.Variable, got int"),
     "a variable": (lambda: tf.Variable(tf.zeros([3])), TypeError, r"a single one; pass \[variable\]"),
-    "arrays": (lambda: [np.zeros(3)], TypeError, "variables must be tf.Variable, got ndarray"),
-    "tensors": (lambda: [tf.zeros([3])], TypeError, "variables must be tf.Variable, got EagerTensor"),
+    "a mapping": (lambda: {"w": tf.Variable(tf.zeros([3]))}, TypeError, r"parameters .* got a dict: pass its \.values"),
+    "arrays": (
+        lambda: [np.zeros(3)],
+        TypeError,
+        "parameters must be a list of tf.Variable, got entries of type ndarray",
+    ),
+    "tensors": (lambda: [tf.zeros([3])], TypeError, "parameters must be a list .* entries of type EagerTensor"),
     "integers": (lambda: [tf.Variable([1, 2], name="counter")], TypeError, "counter.*must be float32.*int32"),
     "complex": (lambda: [tf.Variable([1j], name="wave")], TypeError, "wave.*must be float32.*complex128"),
     "open": (lambda: [tf.Variable([1.0], shape=[None], name="open")], ValueError, "open.*known shape"),

@@ -255,8 +255,9 @@ def test_variables_of_keras_3_alone():
         (lambda: tf.Variable(1.0), TypeError, "got a single one; pass"),
         (lambda: [tf.Variable([1], name="counts")], TypeError, "counts:0: gradients must be .* got int32"),
         (lambda: [tf.Variable(tf.zeros([3, 0]), name="empty")], ValueError, r"parameters, with elements; got .*empty"),
-        (lambda: [np.zeros(3)], TypeError, "must be tf.Variable, got ndarray"),
-        (lambda: 3, TypeError, "must be a list of tf.Variable, got int"),
+        (lambda: [np.zeros(3)], TypeError, "model must be a list of tf.Variable, got entries of type ndarray"),
+        (lambda: 3, TypeError, "model must be a list of tf.Variable, got int"),
+        (lambda: {"w": tf.Variable(1.0)}, TypeError, r"model must be .* got a dict: pass its \.values\(\)"),
     ],
 )
 def test_what_cannot_be_connected(model, error, message):
