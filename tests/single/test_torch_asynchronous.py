@@ -232,6 +232,23 @@ def test_gradient_scaler(join):
     same(numbers(ours), numbers(theirs), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_gradients_are_clipped_before_the_step_as_on_one_device(join, scale):
+    ours, theirs = network(), network()
+    optimizer, sgd = join(ours).optimizer(lr=0.1), torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for model, own in ((ours, optimizer), (theirs, sgd)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None and own is optimizer)
+        for step in range(5):
+            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+            own.zero_grad()
+            scaler.scale((model(x) - 1).square().mean()).backward()
+            scaler.unscale_(own)
+            assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
+            scaler.step(own)
+            scaler.update()
+    same(numbers(ours), numbers(theirs), rtol=1e-5, atol=1e-6)
+
+
 def test_gradients_that_are_not_finite_count_as_zero(join):
     model = network()
     session = join(model)
