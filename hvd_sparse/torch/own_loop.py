@@ -62,7 +62,7 @@ class OwnLoop(Compressor):
             waited, self._is_own_loop = perf_counter() - start, True
             with self._traffic.timed("compress"):
                 self._open_step()
-                self._traffic.count(payload_bytes=8 * len(list(self._parameters)), exchange=waited)
+                self._traffic.count(payload_bytes=8 * len(self._parameters), exchange=waited)
                 by_dtype: dict[torch.dtype, list[str]] = {}
                 for name in names:
                     by_dtype.setdefault(self._parameters[name].dtype, []).append(name)
@@ -83,7 +83,7 @@ class OwnLoop(Compressor):
 
         Each rank adds 1 for a gradient, and MOST_RANKS for a sparse one.
         """
-        own = [self._parameters[name].grad for name in self._parameters]
+        own = [parameter.grad for parameter in self._parameters.values()]
         numbers = [0 if one is None else MOST_RANKS if one.is_sparse else 1 for one in own]
         sums = self._exchange.allreduce("given", torch.tensor(numbers, device="cpu"), counted=False).wait().tolist()
         by_name = dict(zip(self._parameters, sums, strict=True))
