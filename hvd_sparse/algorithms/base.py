@@ -127,17 +127,6 @@ def _not_called(reason: str) -> Callable:
     return refuse
 
 
-def checked_hosts(exchange: str, ranks_per_host: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
-    """Return `ranks_per_host` with Python's integers; TypeError for others, ValueError unless it fits the exchange."""
-    if ranks_per_host is None:
-        return None
-    if exchange != "hierarchical":
-        raise ValueError(f'ranks_per_host is for exchange="hierarchical", got exchange={exchange!r}')
-    if isinstance(ranks_per_host, Iterable) and not isinstance(ranks_per_host, str):
-        return tuple(checked_integer("ranks_per_host", number, 1) for number in ranks_per_host)
-    return checked_integer("ranks_per_host", ranks_per_host, 1)
-
-
 class Methods(Generic[Parameters, Compressor]):
     """Base of the classes of methods: each method is a class method whose arguments are its settings."""
 
@@ -287,3 +276,34 @@ class AtDensity(Algorithm):
         texts = super()._described() | {"density": self.schedule.describe()}
         del texts["warmup"]
         return texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchanged(AtDensity):
+    """The settings of methods that can add the gradients of each host before they compress."""
+
+    exchange: Exchange
+    ranks_per_host: int | Sequence[int] | None
+
+    CHOICES: ClassVar[tuple[str, ...]] = EXCHANGES  # of `exchange`
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_choice("exchange", self.exchange, self.CHOICES)
+        object.__setattr__(self, "ranks_per_host", self._checked_hosts())
+
+    @property
+    def is_hierarchical(self) -> bool:
+        """Whether the exchange is hierarchical."""
+        return self.exchange == "hierarchical"
+
+    def _checked_hosts(self) -> int | tuple[int, ...] | None:
+        """Return `ranks_per_host` with Python's integers; TypeError for others, ValueError unless it is of use."""
+        ranks = self.ranks_per_host
+        if ranks is None:
+            return None
+        if not self.is_hierarchical:
+            raise ValueError(f'ranks_per_host is for exchange="hierarchical", got exchange={self.exchange!r}')
+        if isinstance(ranks, Iterable) and not isinstance(ranks, str):
+            return tuple(checked_integer("ranks_per_host", number, 1) for number in ranks)
+        return checked_integer("ranks_per_host", ranks, 1)

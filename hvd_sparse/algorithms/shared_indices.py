@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from hvd_sparse.algorithms.base import (
-    AtDensity,
     Coding,
     Compressor,
+    Exchanged,
     Fallback,
     Granularity,
     Level,
     Methods,
     Parameters,
     WireValues,
-    checked_hosts,
     documented,
 )
 from hvd_sparse.checks import check_choice
@@ -146,21 +145,10 @@ class SharedIndicesMethods(Methods[Parameters, Compressor]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharedIndices(AtDensity):
+class SharedIndices(Exchanged):
     """The settings of methods in which all ranks send the same elements."""
 
-    exchange: SharedExchange
-    ranks_per_host: int | Sequence[int] | None
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_choice("exchange", self.exchange, SHARED_EXCHANGES)
-        object.__setattr__(self, "ranks_per_host", checked_hosts(self.exchange, self.ranks_per_host))
-
-    @property
-    def is_hierarchical(self) -> bool:
-        """Whether the exchange is hierarchical."""
-        return self.exchange == "hierarchical"
+    CHOICES: ClassVar[tuple[str, ...]] = SHARED_EXCHANGES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,12 @@ from typing import Any, ClassVar
 
 from hvd_sparse.algorithms.base import (
     BETWEEN_HOSTS,
-    EXCHANGES,
     SCOPES,
-    AtDensity,
     BetweenHosts,
     Coding,
     Compressor,
     Exchange,
+    Exchanged,
     Fallback,
     Granularity,
     Level,
@@ -21,7 +20,6 @@ from hvd_sparse.algorithms.base import (
     Parameters,
     Scope,
     WireValues,
-    checked_hosts,
     documented,
 )
 from hvd_sparse.checks import check_bool, check_choice, check_number
@@ -210,20 +208,16 @@ class TopKMethods(Methods[Parameters, Compressor]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scoped(AtDensity):
+class Scoped(Exchanged):
     """The settings of methods in which each rank selects its own k elements."""
 
     scope: Scope
-    exchange: Exchange
     complete: bool
-    ranks_per_host: int | Sequence[int] | None
     between_hosts: BetweenHosts
 
     def __post_init__(self):
         super().__post_init__()
         check_choice("scope", self.scope, SCOPES)
-        check_choice("exchange", self.exchange, EXCHANGES)
-        object.__setattr__(self, "ranks_per_host", checked_hosts(self.exchange, self.ranks_per_host))
         check_choice("between_hosts", self.between_hosts, BETWEEN_HOSTS)
         if self.between_hosts != "auto" and not self.is_hierarchical:
             raise ValueError(f'between_hosts is for exchange="hierarchical", got exchange={self.exchange!r}')
@@ -234,11 +228,6 @@ class Scoped(AtDensity):
                 'complete=True needs exchange="reduce_scatter" or "auto", where owners keep a part of the selections; '
                 f"got exchange={self.exchange!r}, between_hosts={self.between_hosts!r}"
             )
-
-    @property
-    def is_hierarchical(self) -> bool:
-        """Whether the exchange is hierarchical."""
-        return self.exchange == "hierarchical"
 
     def scatters(self, world_size: int, numels: Iterable[int]) -> bool:
         """Return whether the exchange is a reduce-scatter at this world size; otherwise it is a gather.
