@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "byte_mask.h"
 #include "dtype.h"
-#include "kept.h"
 #include "parallel.h"
 #include "random.h"
 #include "select.h"
@@ -45,7 +45,7 @@ template <typename T, typename Function>
 inline void ForEachReaching(const T* data, int64_t begin, int64_t end, BitsOf<T> threshold, Function&& function) {
   uint8_t marks[kTested];
   MarkReaching(data + begin, end - begin, threshold, marks);
-  ForEachKept(marks, end - begin, [&](int64_t i) { function(begin + i); });
+  ForEachSet(marks, end - begin, [&](int64_t i) { function(begin + i); });
 }
 
 // The candidates of one contiguous range, in index order. When their number reaches about 2k, they are reduced to the

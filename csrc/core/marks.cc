@@ -6,8 +6,8 @@
 #include <memory>
 #include <string>
 
+#include "byte_mask.h"
 #include "candidates.h"
-#include "kept.h"
 #include "multiversion.h"
 #include "run_length.h"
 #include "threshold.h"

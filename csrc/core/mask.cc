@@ -5,8 +5,8 @@
 #include <string>
 #include <type_traits>
 
-#include "layout.h"
 #include "multiversion.h"
+#include "payload_sections.h"
 
 namespace hvd_sparse {
 namespace {
@@ -38,8 +38,8 @@ Status CheckValues(const PayloadFormat& format, DType dtype, int64_t kept) {
 }
 
 // Packs the values that a mask selects. places: whether the payload has positions in the matrix, or consecutive ones.
-Status PackMasked(const PayloadFormat& format, const Array& values, const uint8_t* mask, bool places,
-                  uint8_t* payload) {
+Status PackEntriesOf(const PayloadFormat& format, const Array& values, const uint8_t* mask, bool places,
+                     uint8_t* payload) {
   const int64_t kept = CountKept(mask, values.size);
   HVD_SPARSE_RETURN_IF_ERROR(CheckValues(format, values.dtype, kept));
   std::vector<int64_t> indices(static_cast<size_t>(kept));
@@ -47,7 +47,7 @@ Status PackMasked(const PayloadFormat& format, const Array& values, const uint8_
     using W = Wide<std::decay_t<decltype(*data)>>;
     std::vector<W> wide(static_cast<size_t>(kept));
     size_t at = 0;
-    ForEachKept(mask, values.size, [&](int64_t i) {
+    ForEachSet(mask, values.size, [&](int64_t i) {
       indices[at] = i;
       if constexpr (std::is_same_v<W, double>) {
         wide[at++] = data[i];
@@ -99,19 +99,19 @@ PayloadFormat KeptFormat(int64_t kept, DType dtype) {
   return {n, n, Coding::kDense, dtype, {}};
 }
 
-Status PackRows(const PayloadFormat& format, const Array& values, const uint8_t* mask, uint8_t* payload) {
+Status PackMasked(const PayloadFormat& format, const Array& values, const uint8_t* mask, uint8_t* payload) {
   if (format.n != values.size) {
     return Status::InvalidArgument("n must be the number of values, " + std::to_string(values.size) + "; got " +
                                    std::to_string(format.n));
   }
-  return PackMasked(format, values, mask, true, payload);
+  return PackEntriesOf(format, values, mask, true, payload);
 }
 
-Status PackKept(const PayloadFormat& format, const Array& values, const uint8_t* mask, uint8_t* payload) {
-  return PackMasked(format, values, mask, false, payload);
+Status PackMaskedValues(const PayloadFormat& format, const Array& values, const uint8_t* mask, uint8_t* payload) {
+  return PackEntriesOf(format, values, mask, false, payload);
 }
 
-Status UnpackRows(const PayloadFormat& format, const uint8_t* payload, int64_t size, void* values, uint8_t* mask) {
+Status UnpackMasked(const PayloadFormat& format, const uint8_t* payload, int64_t size, void* values, uint8_t* mask) {
   HVD_SPARSE_RETURN_IF_ERROR(CheckScalar(format.dtype));
   PayloadView view;
   std::vector<int64_t> indices;
@@ -122,7 +122,8 @@ Status UnpackRows(const PayloadFormat& format, const uint8_t* payload, int64_t s
   return Status::Ok();
 }
 
-Status UnpackKept(DType dtype, const uint8_t* payload, int64_t size, const uint8_t* mask, int64_t n, void* values) {
+Status UnpackMaskedValues(DType dtype, const uint8_t* payload, int64_t size, const uint8_t* mask, int64_t n,
+                          void* values) {
   HVD_SPARSE_RETURN_IF_ERROR(CheckScalar(dtype));
   const int64_t kept = CountKept(mask, n);
   PayloadView view;
@@ -135,7 +136,7 @@ Status UnpackKept(DType dtype, const uint8_t* payload, int64_t size, const uint8
   }
   std::vector<int64_t> indices;
   indices.reserve(static_cast<size_t>(kept));
-  ForEachKept(mask, n, [&](int64_t i) { indices.push_back(i); });
+  ForEachSet(mask, n, [&](int64_t i) { indices.push_back(i); });
   ScatterValues(dtype, view, indices, n, values);
   return Status::Ok();
 }

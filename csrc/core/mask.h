@@ -2,7 +2,7 @@
 // the mask.
 #pragma once
 
-#include "kept.h"
+#include "byte_mask.h"
 #include "payload.h"
 
 namespace hvd_sparse {
@@ -15,16 +15,17 @@ PayloadFormat KeptFormat(int64_t kept, DType dtype);
 // Packs the values that mask[values.size] selects, with positions: PayloadSize bytes. The format has n = values.size
 // and k = kept; if kept is 0, it is that of an empty payload, k = 1. Returns InvalidArgument if their number or their
 // type differs from the format.
-Status PackRows(const PayloadFormat& format, const Array& values, const uint8_t* mask, uint8_t* payload);
+Status PackMasked(const PayloadFormat& format, const Array& values, const uint8_t* mask, uint8_t* payload);
 
 // Packs the selected values without positions; the format is KeptFormat(kept, ...).
-Status PackKept(const PayloadFormat& format, const Array& values, const uint8_t* mask, uint8_t* payload);
+Status PackMaskedValues(const PayloadFormat& format, const Array& values, const uint8_t* mask, uint8_t* payload);
 
 // Unpacks a payload to values[format.n], of the payload's type, and mask[format.n], with zeros elsewhere.
-Status UnpackRows(const PayloadFormat& format, const uint8_t* payload, int64_t size, void* values, uint8_t* mask);
+Status UnpackMasked(const PayloadFormat& format, const uint8_t* payload, int64_t size, void* values, uint8_t* mask);
 
 // Unpacks a payload without positions to the elements of values[n] that mask[n] selects, with zeros elsewhere. Returns
 // CorruptPayload if the number of values differs from the mask's.
-Status UnpackKept(DType dtype, const uint8_t* payload, int64_t size, const uint8_t* mask, int64_t n, void* values);
+Status UnpackMaskedValues(DType dtype, const uint8_t* payload, int64_t size, const uint8_t* mask, int64_t n,
+                          void* values);
 
 }  // namespace hvd_sparse

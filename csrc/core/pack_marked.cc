@@ -5,8 +5,8 @@
 
 #include "checksum.h"
 #include "elias_fano.h"
-#include "layout.h"
 #include "marks.h"
+#include "payload_sections.h"
 #include "run_length.h"
 
 namespace hvd_sparse {

@@ -7,8 +7,8 @@
 
 #include "checksum.h"
 #include "elias_fano.h"
-#include "layout.h"
 #include "low_bit.h"
+#include "payload_sections.h"
 #include "quantize.h"
 #include "run_length.h"
 

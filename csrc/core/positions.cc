@@ -5,7 +5,7 @@
 #include <string>
 
 #include "elias_fano.h"
-#include "layout.h"
+#include "payload_sections.h"
 #include "run_length.h"
 
 namespace hvd_sparse {

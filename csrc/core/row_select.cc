@@ -137,12 +137,12 @@ class RowSelector {
   // Removes elements whose key equals low_ from the mask until k are left.
   void CutTies(const T* row, uint8_t* mask) {
     ties_.clear();
-    ForEachKept(mask, columns_, [&](int64_t c) {
+    ForEachSet(mask, columns_, [&](int64_t c) {
       if (RowKey(row[c]) == low_) ties_.push_back(RowTie<T>(low_, seed_, c));
     });
     const auto last = ties_.begin() + (k_ - at_high_ - 1);
     std::nth_element(ties_.begin(), last, ties_.end());
-    ForEachKept(mask, columns_, [&](int64_t c) {
+    ForEachSet(mask, columns_, [&](int64_t c) {
       if (RowKey(row[c]) == low_ && RowTie<T>(low_, seed_, c) > *last) mask[c] = 0;
     });
   }

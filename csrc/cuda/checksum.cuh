@@ -3,7 +3,7 @@
 
 #include "../core/checksum.h"
 #include "../core/entries.h"
-#include "../core/layout.h"
+#include "../core/payload_sections.h"
 #include "batch.cuh"
 #include "warp.cuh"
 

@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "../core/layout.h"
 #include "../core/payload.h"
+#include "../core/payload_sections.h"
 #include "batch.h"
 
 namespace hvd_sparse {

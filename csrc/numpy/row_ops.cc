@@ -34,14 +34,14 @@ HVD_SPARSE_API int hvd_sparse_count_kept(const uint8_t* mask, int64_t n, int64_t
 HVD_SPARSE_API int hvd_sparse_pack_rows(const HvdSparseForm* form, const HvdSparseMatrix* values, const uint8_t* mask,
                                         uint8_t* payload, char* message) {
   return Guarded(message, [&] {
-    return hvd_sparse::PackRows(hvd_sparse::FormatOf(*form), MatrixOf(*values).array(), mask, payload);
+    return hvd_sparse::PackMasked(hvd_sparse::FormatOf(*form), MatrixOf(*values).array(), mask, payload);
   });
 }
 
 HVD_SPARSE_API int hvd_sparse_pack_kept(const HvdSparseForm* form, const HvdSparseMatrix* values, const uint8_t* mask,
                                         uint8_t* payload, char* message) {
   return Guarded(message, [&] {
-    return hvd_sparse::PackKept(hvd_sparse::FormatOf(*form), MatrixOf(*values).array(), mask, payload);
+    return hvd_sparse::PackMaskedValues(hvd_sparse::FormatOf(*form), MatrixOf(*values).array(), mask, payload);
   });
 }
 
@@ -49,13 +49,13 @@ HVD_SPARSE_API int hvd_sparse_pack_kept(const HvdSparseForm* form, const HvdSpar
 HVD_SPARSE_API int hvd_sparse_unpack_rows(const HvdSparseForm* form, const uint8_t* payload, int64_t size, void* values,
                                           uint8_t* mask, char* message) {
   return Guarded(message,
-                 [&] { return hvd_sparse::UnpackRows(hvd_sparse::FormatOf(*form), payload, size, values, mask); });
+                 [&] { return hvd_sparse::UnpackMasked(hvd_sparse::FormatOf(*form), payload, size, values, mask); });
 }
 
 // mask and values: n elements.
 HVD_SPARSE_API int hvd_sparse_unpack_kept(int32_t dtype, const uint8_t* payload, int64_t size, const uint8_t* mask,
                                           int64_t n, void* values, char* message) {
   return Guarded(message, [&] {
-    return hvd_sparse::UnpackKept(static_cast<hvd_sparse::DType>(dtype), payload, size, mask, n, values);
+    return hvd_sparse::UnpackMaskedValues(static_cast<hvd_sparse::DType>(dtype), payload, size, mask, n, values);
   });
 }

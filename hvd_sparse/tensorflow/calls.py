@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.frames import frames, local, warn
-from hvd_sparse.members import two_momenta
+from hvd_sparse.messages import two_momenta
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.tensorflow.codecs.base import Arrival, Round
 from hvd_sparse.tensorflow.exchange import Exchange

@@ -16,7 +16,8 @@ from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.dense_fallback import DenseFallback
 from hvd_sparse.frames import warn
 from hvd_sparse.log import Logged
-from hvd_sparse.members import NOT_COPIED, is_elastic, not_compressed
+from hvd_sparse.members import is_elastic
+from hvd_sparse.messages import NOT_COPIED, not_compressed
 from hvd_sparse.tensorflow.calls import (
     NEVER_CALLED,
     Call,

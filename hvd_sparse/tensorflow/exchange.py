@@ -20,7 +20,8 @@ from hvd_sparse.announcement import BETWEEN_STEPS, check_all_between_steps, reas
 from hvd_sparse.checkpoint import refusal
 from hvd_sparse.configuration_check import CHECK_SECONDS, check_failed, digest, explain_difference
 from hvd_sparse.frames import warn
-from hvd_sparse.members import Members, is_elastic, not_called
+from hvd_sparse.members import Members, is_elastic
+from hvd_sparse.messages import not_called
 from hvd_sparse.pieces import WORD_BYTES, Pieces, plan_pieces
 
 # Of the presence sum: presence, step, loss scale, misplaced and six of the digest, each with its square.

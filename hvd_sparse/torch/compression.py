@@ -13,7 +13,7 @@ from horovod.torch.elastic.state import get_handler_registry
 
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.frames import warn
-from hvd_sparse.members import not_called, not_compressed
+from hvd_sparse.messages import not_called, not_compressed
 from hvd_sparse.shared_use import SharedUse
 from hvd_sparse.torch.caller import calling_optimizer, reduces_again, runs_closure, stepping_scaler
 from hvd_sparse.torch.codecs.base import Arrival

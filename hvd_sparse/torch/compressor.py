@@ -10,7 +10,7 @@ import torch
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.frames import warn
 from hvd_sparse.log import Logged
-from hvd_sparse.members import NOT_COPIED
+from hvd_sparse.messages import NOT_COPIED
 from hvd_sparse.torch.codecs.base import Arrival
 from hvd_sparse.torch.collectives import Collectives
 from hvd_sparse.torch.configuration_check import ConfigurationCheck

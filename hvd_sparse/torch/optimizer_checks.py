@@ -9,7 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.frames import warn
-from hvd_sparse.members import two_momenta
+from hvd_sparse.messages import two_momenta
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.torch.caller import stepping_scaler
 from hvd_sparse.torch.collectives import Collectives

@@ -137,7 +137,7 @@ void CheckRows(const PayloadFormat& format, const Exact& copy, int64_t size, con
   if (ItemSize(format.dtype) == 0) return;
   const auto n = static_cast<size_t>(format.n), width = static_cast<size_t>(ItemSize(format.dtype));
   const std::unique_ptr<uint8_t[]> values(new uint8_t[n * width]), mask(new uint8_t[n]);
-  const Status status = UnpackRows(format, copy.get(), size, values.get(), mask.get());
+  const Status status = UnpackMasked(format, copy.get(), size, values.get(), mask.get());
   Require(status.ok() == (entries != nullptr), format, "reads a matrix where there is none, or none where there is");
   if (entries == nullptr) return;
   for (size_t j = 0; j < entries->count; ++j) {

@@ -74,11 +74,11 @@ void CheckRows(const Values& values, const Mask& mask, Coding coding) {
   std::vector<uint8_t> payload = PackOneByOne(format, values, mask, true);
   const std::vector<uint8_t> expected = payload;
   std::fill(payload.begin(), payload.end(), uint8_t{0xa5});
-  EXPECT_STATUS(StatusKind::kOk, PackRows(format, values.array(), mask.get(), payload.data()), kept << " of " << n);
+  EXPECT_STATUS(StatusKind::kOk, PackMasked(format, values.array(), mask.get(), payload.data()), kept << " of " << n);
   EXPECT(expected == payload, Name(values.dtype()) << ", " << Name(coding) << ", " << kept << " of " << n);
   std::vector<uint8_t> found(static_cast<size_t>(n * ItemSize(values.dtype())), 0xa5), places(found.size(), 7);
   EXPECT_STATUS(StatusKind::kOk,
-                UnpackRows(format, payload.data(), static_cast<int64_t>(payload.size()), found.data(), places.data()),
+                UnpackMasked(format, payload.data(), static_cast<int64_t>(payload.size()), found.data(), places.data()),
                 kept << " of " << n);
   EXPECT(std::equal(mask.get(), mask.get() + n, places.begin()), kept << " of " << n);
   CheckValues(values, mask, found);
@@ -90,13 +90,13 @@ void CheckKept(const Values& values, const Mask& mask) {
   std::vector<uint8_t> payload = PackOneByOne(format, values, mask, false);
   const std::vector<uint8_t> expected = payload;
   std::fill(payload.begin(), payload.end(), uint8_t{0xa5});
-  EXPECT_STATUS(StatusKind::kOk, PackKept(format, values.array(), mask.get(), payload.data()), format.n);
+  EXPECT_STATUS(StatusKind::kOk, PackMaskedValues(format, values.array(), mask.get(), payload.data()), format.n);
   EXPECT(expected == payload, Name(values.dtype()) << ", " << format.n);
   std::vector<uint8_t> found(static_cast<size_t>(n * ItemSize(values.dtype())), 0xa5);
-  EXPECT_STATUS(
-      StatusKind::kOk,
-      UnpackKept(values.dtype(), payload.data(), static_cast<int64_t>(payload.size()), mask.get(), n, found.data()),
-      format.n);
+  EXPECT_STATUS(StatusKind::kOk,
+                UnpackMaskedValues(values.dtype(), payload.data(), static_cast<int64_t>(payload.size()), mask.get(), n,
+                                   found.data()),
+                format.n);
   CheckValues(values, mask, found);
 }
 
@@ -121,7 +121,7 @@ TEST(AnyByteThatIsNotZeroKeeps) {
   for (int64_t i = 0; i < kSize; ++i) others[static_cast<size_t>(i)] *= static_cast<uint8_t>(1 + i % 255);
   EXPECT_EQ(CountKept(ones.get(), kSize), CountKept(others.get(), kSize), "count");
   std::vector<int64_t> found;
-  ForEachKept(others.get(), kSize, [&](int64_t i) { found.push_back(i); });
+  ForEachSet(others.get(), kSize, [&](int64_t i) { found.push_back(i); });
   EXPECT_EQ(IndicesOf(ones, kSize), found, "places");
 }
 
@@ -136,7 +136,7 @@ TEST(RefusesWhatDoesNotFit) {
   const int64_t kept = CountKept(mask.get(), 100);
   std::vector<uint8_t> payload(10'000);
   const auto pack = [&](const PayloadFormat& format, const Mask& with) {
-    return PackRows(format, values.array(), with.get(), payload.data());
+    return PackMasked(format, values.array(), with.get(), payload.data());
   };
   EXPECT_STATUS(StatusKind::kInvalidArgument, pack(RowsFormat(99, kept, Coding::kAuto, DType::kFloat16), mask), "n");
   EXPECT_STATUS(StatusKind::kInvalidArgument, pack(RowsFormat(100, kept + 1, Coding::kAuto, DType::kFloat16), mask),
@@ -164,7 +164,7 @@ TEST(DamageIsNoticed) {
       std::vector<uint8_t> places(130, 7);
       EXPECT_STATUS(
           StatusKind::kCorruptPayload,
-          UnpackRows(format, changed.data(), static_cast<int64_t>(changed.size()), found.data(), places.data()),
+          UnpackMasked(format, changed.data(), static_cast<int64_t>(changed.size()), found.data(), places.data()),
           "bit " << bit);
       EXPECT(found == std::vector<float>(130, 5.0f) && places == std::vector<uint8_t>(130, 7), "bit " << bit);
     }
@@ -178,7 +178,7 @@ TEST(PayloadsOfOtherMasks) {
   const std::vector<uint8_t> payload = PackOneByOne(format, values, mask, false);
   std::vector<float> found(130);
   const auto unpack = [&](const std::vector<uint8_t>& bytes, const Mask& with, DType dtype) {
-    return UnpackKept(dtype, bytes.data(), static_cast<int64_t>(bytes.size()), with.get(), 130, found.data());
+    return UnpackMaskedValues(dtype, bytes.data(), static_cast<int64_t>(bytes.size()), with.get(), 130, found.data());
   };
   EXPECT_STATUS(StatusKind::kOk, unpack(payload, mask, DType::kFloat32), "its own");
   EXPECT_STATUS(StatusKind::kCorruptPayload, unpack(payload, none, DType::kFloat32), "none");

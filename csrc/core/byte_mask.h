@@ -12,7 +12,7 @@ inline uint64_t PackEightBytes(uint64_t bytes) { return (bytes * 0x0102040810204
 // Calls function(i) in ascending order for each i in [0, n) with mask[i] != 0. The function may change the mask up to
 // byte i.
 template <typename Function>
-inline void ForEachKept(const uint8_t* mask, int64_t n, Function&& function) {
+inline void ForEachSet(const uint8_t* mask, int64_t n, Function&& function) {
   constexpr int64_t kWord = 8;
   constexpr int64_t kTogether = 64;
   int64_t i = 0;
