@@ -138,10 +138,10 @@ class ErrorFeedback(tf.__internal__.tracking.AutoTrackable):
         """Return the gradient, float32[n], in units of the residual, clipped and with weight decay."""
         local = tf.reshape(tf.cast(gradient, tf.float32), [-1]) * factor
         if self.weight_decay:
-            local += self._decaying() * units.decay(self.weight_decay)
+            local += self.decayed_parameter() * units.decay(self.weight_decay)
         return local
 
-    def _decaying(self) -> tf.Tensor | None:
+    def decayed_parameter(self) -> tf.Tensor | None:
         """Return the variable as float32[n]; None without weight decay."""
         if not self.weight_decay:
             return None
@@ -166,7 +166,7 @@ class MomentumCorrection(ErrorFeedback):
 
     def destination(self) -> tuple[tf.Variable | tf.Tensor | None, ...]:
         """Return residual, velocity and, with weight decay, the parameter."""
-        return self.residual, self.velocity, self._decaying()
+        return self.residual, self.velocity, self.decayed_parameter()
 
     def rule(self) -> dict:
         """Return momentum and nesterov."""
@@ -230,7 +230,7 @@ class SparsificationAware(ErrorFeedback):
 
     def destination(self) -> tuple[tf.Variable | tf.Tensor | None, ...]:
         """Return the residual, no velocity and, with weight decay, the parameter."""
-        return self.residual, None, self._decaying()
+        return self.residual, None, self.decayed_parameter()
 
     def dense_dtype(self, dtype: tf.DType) -> tf.DType:
         """Return the dtype in which a dense gradient is sent: that of the residual."""

@@ -64,10 +64,10 @@ class Hosts:
             sizes = list(map(len, hierarchy.hosts))
             raise ValueError(f"in TensorFlow, all hosts must have the same number of ranks, got {sizes}")
         sets, rank = process_sets_of(hvd, hierarchy), exchange.rank()
-        self.shard_number, self.host_size = hierarchy.shard_of(rank), hierarchy.shards
-        self.count, self.host_number = len(hierarchy.hosts), hierarchy.hosts.index(hierarchy.host_of(rank))
+        self.shard, self.host_size = hierarchy.shard_of(rank), hierarchy.shards
+        self.host_count, self.host_number = len(hierarchy.hosts), hierarchy.hosts.index(hierarchy.host_of(rank))
         self.host = Exchange(sets[hierarchy.host_of(rank)])
-        self.column = Exchange(sets[hierarchy.columns[self.shard_number]])
+        self.column = Exchange(sets[hierarchy.columns[self.shard]])
         # Variables with fewer elements than there are shards are sent dense, whatever min_numel permits.
         self.dense_algorithm = dataclasses.replace(algorithm, min_numel=max(algorithm.min_numel, hierarchy.shards))
         self.cuts: dict[str, np.ndarray] = {}
@@ -81,7 +81,7 @@ class Hosts:
 
     def bounds(self, name: str) -> tuple[int, int]:
         """Return the begin and the end of this rank's shard of a variable."""
-        begin, end = self.cuts[name][self.shard_number : self.shard_number + 2].tolist()
+        begin, end = self.cuts[name][self.shard : self.shard + 2].tolist()
         return begin, end
 
     def inner(self, now: Round) -> Round:
@@ -89,7 +89,7 @@ class Hosts:
 
         It shares the lists and the counters of `now`: what the codec adds to one is in the other.
         """
-        return dataclasses.replace(now, units=Units(self.count, now.units.reduction, now.units.loss_scale))
+        return dataclasses.replace(now, units=Units(self.host_count, now.units.reduction, now.units.loss_scale))
 
     def add(self, arrivals: Sequence[Arrival], now: Round) -> None:
         """Replace each sharded gradient with this rank's shard of its sum over the host's ranks."""
@@ -105,7 +105,7 @@ class Hosts:
             for part, piece in zip(parts, tf.split(whole, np.diff(self.cuts[arrival.name])), strict=True):
                 part.append(piece)
         sizes = [sum(int(piece.shape[0]) for piece in part) for part in parts]
-        own = sizes[self.shard_number]
+        own = sizes[self.shard]
         message = once(now.present, tf.concat([piece for part in parts for piece in part], 0))
         received = self.host.alltoall_floats(f"host{now.suffix}", message, sizes) if self.host_size > 1 else message
         rows = tf.unstack(tf.reshape(received, [self.host_size, own]))

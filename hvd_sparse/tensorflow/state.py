@@ -61,7 +61,7 @@ def _changes(compressor, rows: Mapping[str, int], state: dict, exchange) -> Iter
             if kind in saved:
                 value = as_array(saved[kind])
             if summed and hosts is not None and name in hosts.cuts:
-                value, place, count = value[slice(*hosts.bounds(name))], hosts.host_number, hosts.count
+                value, place, count = value[slice(*hosts.bounds(name))], hosts.host_number, hosts.host_count
             factor = growth(state, exchange.size()) if summed else 1.0
             yield buffer, share_of(value, place, count, factor) if summed else value.astype(np.float32)
     for number, variable in enumerate(compressor.thresholds):
@@ -76,7 +76,7 @@ def identity_of(hosts, exchange) -> dict[str, int | None]:
     return {
         "ranks": exchange.size(),
         "rank": exchange.rank(),
-        "shard": None if hosts is None else hosts.shard_number,
+        "shard": None if hosts is None else hosts.shard,
     }
 
 

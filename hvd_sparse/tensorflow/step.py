@@ -290,12 +290,12 @@ class Step:
             return tf.zeros([0, 3], tf.float64)
         # With "auto", shards of different sizes may decide differently: the rows are there on every rank.
         own = tf.zeros([3], tf.float64) if numbers is None else numbers
-        return tf.one_hot(self.hosts.shard_number, self.hosts.host_size, dtype=tf.float64)[:, None] * own
+        return tf.one_hot(self.hosts.shard, self.hosts.host_size, dtype=tf.float64)[:, None] * own
 
     def _balances(self, sums: tf.Tensor) -> tf.Tensor:
         """Return whether ranks with this shard balance regions in this step, by `must_balance` of the sums."""
         hosts = self.hosts
-        shard, ranks = (0, self.exchange.size()) if hosts is None else (hosts.shard_number, hosts.count)
+        shard, ranks = (0, self.exchange.size()) if hosts is None else (hosts.shard, hosts.host_count)
         due, known, squares = tf.unstack(sums[shard])
         return (due > 0.0) | tf.not_equal(tf.square(known), squares * ranks)
 

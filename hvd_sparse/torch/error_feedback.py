@@ -68,7 +68,7 @@ class ErrorFeedback:
             self.buffers[name] = found
         return found
 
-    def weights(self) -> torch.Tensor | None:
+    def decayed_parameter(self) -> torch.Tensor | None:
         """Return the parameter as contiguous float32[n] on the buffers' device; None without weight decay."""
         if not self.weight_decay:
             return None
@@ -147,7 +147,9 @@ class ErrorFeedback:
     def _addition(self, gradient: torch.Tensor, factor: float, units: Units) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return a function that adds the gradient, with weight decay, to float32[n], as `accumulate` does."""
         decay = units.decay(self.weight_decay)
-        return lambda out: ops.accumulate(gradient, out, None, self.weights(), factor=factor, weight_decay=decay)
+        return lambda out: ops.accumulate(
+            gradient, out, None, self.decayed_parameter(), factor=factor, weight_decay=decay
+        )
 
     def _cut(self, sent: torch.Tensor, most: float) -> torch.Tensor | None:
         """Clamp to magnitude `most`, in place; return the excess, or None without a bound."""
@@ -190,7 +192,7 @@ class MomentumCorrection(ErrorFeedback):
 
     def destination(self) -> tuple[torch.Tensor | None, ...]:
         """Return residual, velocity and, with weight decay, the parameter."""
-        return self.buffer("residual"), self.buffer("velocity"), self.weights()
+        return self.buffer("residual"), self.buffer("velocity"), self.decayed_parameter()
 
     def rule(self) -> dict:
         """Return momentum and nesterov."""
@@ -260,7 +262,7 @@ class SparsificationAware(ErrorFeedback):
 
     def destination(self) -> tuple[torch.Tensor | None, ...]:
         """Return the residual, no velocity and, with weight decay, the parameter."""
-        return self.residual, None, self.weights()
+        return self.residual, None, self.decayed_parameter()
 
     def dense_dtype(self, gradient: torch.Tensor) -> torch.dtype:
         """Return the dtype in which a dense tensor is sent: that of the residual."""

@@ -67,7 +67,7 @@ class OwnedRegions(FixedCount):
         """Send the selected entries to the owners of regions; return the payloads of the sums that these keep."""
         if not self.scatters:
             return super().collect(bucket, now)
-        message = Message(self, bucket)
+        message = Scattered(self, bucket)
         now.messages.append(message)
         selected = tf.numpy_function(message.select, [bucket.message, bucket.ks], (tf.int64, tf.float32))
         indices, values = (tf.ensure_shape(part, [None]) for part in selected)
@@ -122,7 +122,7 @@ class OwnedRegions(FixedCount):
             done += self._set_sum(arrival, whole, now, list(done))
         return done
 
-    def _count(self, message: "Message", indices: tf.Tensor, now: Round) -> tf.Tensor:
+    def _count(self, message: "Scattered", indices: tf.Tensor, now: Round) -> tf.Tensor:
         """Return the number of all ranks' selected elements in each bin."""
         own = tf.ensure_shape(tf.numpy_function(message.count, [indices], tf.float64), [min(message.n, BINS)])
         return self.exchange.allreduce(f"{message.name}.regions{now.suffix}", own)
@@ -140,7 +140,7 @@ class OwnedRegions(FixedCount):
         return changes
 
 
-class Message:
+class Scattered:
     """The Python state of a message between the operations of a graph."""
 
     def __init__(self, codec: OwnedRegions, bucket: Bucket):
