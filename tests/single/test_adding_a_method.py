@@ -26,7 +26,7 @@ def tree(tmp_path_factory):
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__", "lib"))
     (tree / "hvd_sparse" / "lib").symlink_to(ROOT / "hvd_sparse" / "lib")
     instructions = INSTRUCTION.findall(PAGE)
-    assert len(instructions) == len(re.findall(r"^```", PAGE, re.M)) // 2 == 8, "every block says where it goes"
+    assert len(instructions) == len(re.findall(r"^```", PAGE, re.M)) // 2 == 9, "every block says where it goes"
     for end_of, inside, above, code in instructions:
         path = tree / (end_of or inside)
         lines = path.read_text().splitlines(keepends=True)
