@@ -13,7 +13,7 @@ from tf_helpers import Reducer, assert_alive, assert_ranks_agree, make_variables
 
 from hvd_sparse.schedule import Schedule
 from hvd_sparse.tensorflow import Compression
-from hvd_sparse.tensorflow.codecs.owned_regions import Message
+from hvd_sparse.tensorflow.codecs.owned_regions import Scattered
 
 pytestmark = pytest.mark.skipif(hvd.size() == 1, reason="hosts of several ranks need several ranks")
 
@@ -230,13 +230,13 @@ def test_a_step_may_have_small_gradients_only(layout):
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout < hvd.size()])
 def test_hosts_agree_on_regions_in_the_first_step_only(layout, monkeypatch):
     """Though the columns of hosts have different regions."""
-    agreed, split = [], Message.split
+    agreed, split = [], Scattered.split
 
     def noted(message, agrees, *arguments):
         agreed.append(bool(agrees))
         return split(message, agrees, *arguments)
 
-    monkeypatch.setattr(Message, "split", noted)
+    monkeypatch.setattr(Scattered, "split", noted)
     reduce = reduce_with("topk", {"w": (480,)}, layout, density=0.05, min_numel=0, between_hosts="reduce_scatter")
     for step in range(5):
         assert_ranks_agree(reduce(draw({"w": (480,)}, step, hvd.rank())))
