@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from hvd_sparse.torch.ddp import Compression  # noqa: F401, where `choose_compression` finds the baselines
+from hvd_sparse.torch import ddp
 
-PLUGIN = "hvd_sparse.torch.ddp"
+PLUGIN, Compression = ddp.__name__, ddp.Compression  # which has the baselines, as that of horovod.torch
 ONE_BUCKET = 1 << 14  # MiB: PowerSGD starts collectives in callbacks, those of two buckets in any order
 VARIABLES = {"RANK": "OMPI_COMM_WORLD_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE"}
 VARIABLES |= {"LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK"}
