@@ -7,11 +7,12 @@ import faulthandler
 import gc
 import os
 import sys
+import threading
 import time
 
 import pytest
 
-LIMIT_SECONDS = 120  # per test; then every rank prints its stack, and the job ends
+LIMIT_SECONDS = 120  # per test; then every rank prints its stack and the test's name, and the job ends
 
 
 class Job:
@@ -56,6 +57,10 @@ class Job:
                 one.close()
         self.start()
 
+    def too_long(self, test):
+        faulthandler.dump_traceback(self.console)
+        self.end(f"{test} (call) still runs after {LIMIT_SECONDS} s; where it stands is above")
+
     def end(self, reason):
         """Print the reason and exit at once. Other ranks may wait in a collective; the launcher ends them."""
         self.console.write(f"\n=== rank {self.hvd.rank()} of {self.hvd.size()} failed: {reason}\n")
@@ -64,9 +69,14 @@ class Job:
         os._exit(1)
 
     @pytest.fixture(autouse=True)
-    def together(self):
+    def together(self, request):
         """Start each test on all ranks at once. If it takes too long, end the job."""
-        faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True, file=self.console)
+        limit = threading.Timer(LIMIT_SECONDS, self.too_long, [request.node.nodeid])
+        limit.daemon = True
+        limit.start()
+        # for code that waits and keeps Python's lock, so that no other thread of it runs
+        faulthandler.dump_traceback_later(LIMIT_SECONDS + 10, exit=True, file=self.console)
         self.start()
         yield
         faulthandler.cancel_dump_traceback_later()
+        limit.cancel()
