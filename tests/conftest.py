@@ -2,4 +2,5 @@
 
 import tiers
 
+pytest_ignore_collect = tiers.pytest_ignore_collect
 pytest_collection_modifyitems = tiers.pytest_collection_modifyitems

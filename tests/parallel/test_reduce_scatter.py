@@ -15,7 +15,7 @@ from test_oracle import Trial, run
 from hvd_sparse import wire
 from hvd_sparse.torch import Compression
 
-pytestmark = pytest.mark.rank_counts
+pytestmark = [pytest.mark.rank_counts, pytest.mark.each_value]
 
 SCATTER = {"exchange": "reduce_scatter", "dense_fallback": None}
 COMPLETE = pytest.mark.parametrize("complete", [False, True], ids=["", "complete"])
@@ -47,7 +47,6 @@ def test_every_method_is_its_transcription(scope, complete):
 @pytest.mark.parametrize("values", ["float32", "float16", "bfloat16", "int2", "int1"])
 @pytest.mark.parametrize("scope", SCOPES)
 @COMPLETE
-@pytest.mark.each_value
 def test_nothing_is_lost(complete, scope, values, coding):
     """What rounding keeps back returns to a residual, at the rank that selected it or at the owner of its region."""
     parameters = make_parameters()

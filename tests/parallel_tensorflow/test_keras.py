@@ -258,7 +258,7 @@ def test_frozen_layer():
 
 
 @needs_two
-@pytest.mark.parametrize("form", ["h5", "tf"])
+@pytest.mark.parametrize("form", [pytest.param("h5", marks=pytest.mark.exhaustive), "tf"])
 def test_saved_model_needs_no_horovod(form, tmp_path):
     model = make_model()
     compile_with(model, Compression.dgc(model.trainable_variables, **SETTINGS))

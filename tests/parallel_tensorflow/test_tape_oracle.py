@@ -16,7 +16,7 @@ from tf_helpers import as_gradients, make_variables, memory_of, reduce_through_t
 from hvd_sparse.schedule import WarmUp
 from hvd_sparse.tensorflow import Compression
 
-pytestmark = [several, pytest.mark.rank_counts]
+pytestmark = several
 LR = 0.1
 FEW = {"body.weight": (30, 20), "body.bias": (20,), "head.weight": (500,)}
 DGC = {

@@ -165,6 +165,7 @@ def test_with_enable_recovery_the_others_outlive_a_killed_worker(run_job, expect
     assert "departures [(0, ''), (1, 'no sign of life for 1 seconds')]" in output and "ended 2" in output, output
 
 
+@pytest.mark.exhaustive
 def test_a_push_that_is_on_its_way_is_a_sign_of_life(run_job):
     """The worker computes longer than `silence` and does not call MPI: its push moves when it does."""
     code, output = run_job(

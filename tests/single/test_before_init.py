@@ -96,7 +96,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("framework", BUILDS)
+@pytest.mark.parametrize("framework", ["torch", pytest.param("tensorflow", marks=pytest.mark.exhaustive)])
 def test_a_state_is_saved_after_another_rank_has_ended(framework, tmp_path):
     script = tmp_path / "job.py"
     script.write_text("import os, sys" + BUILDS[framework] + SAVE)

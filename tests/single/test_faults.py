@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif("OMPI_COMM_WORLD_SIZE" in os.environ, reason="st
         pytest.param("ends_tensorflow", 2, marks=pytest.mark.exhaustive),
         pytest.param("delays_tensorflow", 2, marks=pytest.mark.exhaustive),
         ("killed_writer", 3),
-        ("in_server", 2),
+        pytest.param("in_server", 2, marks=pytest.mark.exhaustive),
         ("submits_torch", 2),
         pytest.param("in_worker", 2, marks=pytest.mark.exhaustive),
         pytest.param("in_stage_torch", 3, marks=pytest.mark.exhaustive),

@@ -83,6 +83,7 @@ def test_join_with_uneven_steps_is_refused(run_job, settings, first):
     assert "Give every rank" in output
 
 
+@pytest.mark.exhaustive
 def test_join_after_equal_steps_works(run_job):
     """In a separate job, because unanswered collectives of earlier tests would meet the ranks that have joined."""
     script = """
@@ -238,8 +239,8 @@ IN_ORDER = "there are no parameters"
     ("first", "last", "used", "says"),
     [
         ("torch", "tensorflow", "torch", "Import horovod.torch last"),
-        ("torch", "tensorflow", "tensorflow", IN_ORDER),
-        ("tensorflow", "torch", "torch", IN_ORDER),
+        pytest.param("torch", "tensorflow", "tensorflow", IN_ORDER, marks=pytest.mark.exhaustive),
+        pytest.param("tensorflow", "torch", "torch", IN_ORDER, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_horovod_of_another_framework_that_was_imported_later_is_an_error(first, last, used, says):

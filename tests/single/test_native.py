@@ -386,7 +386,7 @@ attempt(2**20)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
-@pytest.mark.parametrize("framework", ["numpy", "tensorflow"])
+@pytest.mark.parametrize("framework", ["numpy", pytest.param("tensorflow", marks=pytest.mark.exhaustive)])
 def test_want_of_memory_does_not_end_the_process(framework):
     done = subprocess.run([sys.executable, "-c", LITTLE_MEMORY, framework], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -26,7 +26,7 @@ def run(ranks, *options):
     [
         pytest.param(4, 2, "pipeline", 3, marks=pytest.mark.exhaustive),
         pytest.param(4, 2, "replica", 1, marks=pytest.mark.exhaustive),
-        (2, 1, "pipeline", 3),
+        pytest.param(2, 1, "pipeline", 3, marks=pytest.mark.exhaustive),
     ],
 )
 def test_without_sparsity_it_is_training_on_one_process(ranks, stages, order, micro_batches):
