@@ -154,6 +154,10 @@ class SparseCompressor(Compressor):
         for compressor in list(_compressors):
             compressor._start_check()
 
+    def _begin(self) -> None:
+        super()._begin()
+        self._step.sends_early = len(_compressors) == 1  # of several, ranks may begin the steps in different orders
+
     def _finish(self) -> None:
         self._refuse_changed()
         super()._finish()

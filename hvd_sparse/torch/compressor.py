@@ -181,6 +181,7 @@ class Compressor(Logged, abc.ABC):
             self._traffic.reset()
             self._step.forget_tensors()
             self._check.forget()
+            self._start_check()  # here, where all ranks are: one may drop this compressor sooner than another
 
     def _check_configuration(self) -> None:
         """Compare settings with all ranks: before the first step, and again after each reset of an elastic job.

@@ -45,6 +45,13 @@ class Pending:
         """Return whether `wait` would return at once."""
         return self._result is not None or all(handle.is_done() for handle in self._handles)
 
+    def is_done_in_time(self) -> bool:
+        """Wait for the result for at most CHECK_SECONDS; return whether it is there."""
+        deadline = monotonic() + CHECK_SECONDS
+        while not self.is_done() and monotonic() < deadline:
+            sleep(0.0005)
+        return self.is_done()
+
     def wait_in_time(self, meanwhile: Callable[[], bool] = lambda: True) -> torch.Tensor:
         """Return the result; raise RuntimeError if the other ranks have not taken part within CHECK_SECONDS.
 

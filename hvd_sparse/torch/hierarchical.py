@@ -309,7 +309,7 @@ class HierarchicalStep(OptimizerStep):
 
     def _start_full(self) -> None:
         """Start the complete messages, once the presence check shows that all ranks take part in this step."""
-        if self._clips_model or not self._presence.is_known():
+        if self._clips_model or not self.sends_early or not self._presence.may_gather(not any(self._missing.values())):
             return
         with self.traffic.timed("exchange"):
             self._presence.check(self.units.world_size)

@@ -34,6 +34,7 @@ class OptimizerStep(abc.ABC):
     device: torch.device  # of the error feedback
     shard: int | None = None  # the number of this rank's shard of the parameters; None: it has no shard, or all of them
     has_state = True  # whether this rank's error feedback is known
+    sends_early = True  # whether messages that need all ranks may be sent before `finish`
     feedback: Mapping[str, ErrorFeedback]  # of this rank, by the name of the parameter
     thresholds: Mapping  # by name; they persist across steps and are part of a checkpoint
     regions: dict  # of reduce-scatters, by the tensors of their messages; part of a checkpoint

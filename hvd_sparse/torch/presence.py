@@ -33,9 +33,17 @@ class Presence:
         self.pending = exchange.ask_presence(own) if is_asked else Pending(finish=lambda: own)
         self._sums: list[float] | None = None
 
-    def is_known(self) -> bool:
-        """Return whether `check` need not wait: all ranks have answered, or ranks cannot join."""
-        return not self._may_miss or self.pending.is_done()
+    def may_gather(self, is_last: bool) -> bool:
+        """Return whether `check` need not wait: all ranks have answered, or ranks cannot join.
+
+        is_last: whether the last gradient of a backward pass is there. Then this waits for the answer. Horovod names a
+        collective of the user's that has no name after the number of calls before it: after backward, that number must
+        be the same on all ranks. It does not wait for ever, as a rank without gradients answers only in its
+        optimizer's step.
+        """
+        if not self._may_miss:
+            return True
+        return self.pending.is_done_in_time() if is_last else self.pending.is_done()
 
     def sums(self) -> list[float]:
         """Return the sums over ranks of the codec's numbers; waits for the all-reduce."""

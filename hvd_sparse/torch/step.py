@@ -176,9 +176,11 @@ class Step(OptimizerStep):
                 if not bucket.missing:
                     self._start(bucket)
         self._awaited.discard(name)
-        if not self._awaited and not self._is_sealed and self.expected and not self._clips_model:
+        is_last = not self._awaited and not self._is_sealed and bool(self.expected) and not self._clips_model
+        if is_last:
             self._seal()
-        self._release(wait=False)
+        if self._deferred and self.sends_early and self._presence.may_gather(is_last):
+            self._release(wait=False)
         return carried
 
     def finish(self) -> None:
@@ -345,9 +347,7 @@ class Step(OptimizerStep):
         return frozenset(name for name, count in zip(names, ranks, strict=True) if count == 0.0)
 
     def _release(self, wait: bool) -> None:
-        """Start the deferred all-gathers once the presence check shows that all ranks take part in this step."""
-        if not (wait or (self._deferred and self._presence.is_known())):
-            return
+        """Start the deferred all-gathers, once the presence check shows that all ranks take part in this step."""
         with self.traffic.timed("exchange"):
             self._presence.check(self.units.world_size)
         deferred, self._deferred = self._deferred, []

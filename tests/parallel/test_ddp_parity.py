@@ -1,7 +1,5 @@
 """Horovod and DistributedDataParallel in one job: the same bytes, parameters and checkpoints."""
 
-import socket
-
 import horovod.torch as hvd
 import numpy as np
 import parity_job
@@ -24,12 +22,9 @@ SHAPES = {"a": (30, 20), "b": (20,), "c": (500,)}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def group():
+def group(tmp_path_factory):
     """Have a process group of gloo beside Horovod."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = hvd.broadcast_object(probe.getsockname()[1], name="port")
-    address = f"tcp://127.0.0.1:{port}"
+    address = hvd.broadcast_object(f"file://{tmp_path_factory.mktemp('group')}/store", name="store")
     dist.init_process_group("gloo", init_method=address, rank=hvd.rank(), world_size=hvd.size())
     yield
     dist.destroy_process_group()

@@ -10,7 +10,11 @@ from helpers import assert_ranks_agree
 
 from hvd_sparse.torch import Compression
 
-pytestmark = [pytest.mark.rank_counts, pytest.mark.each_value, pytest.mark.skipif(hvd.size() < 2, reason="a rank alone waits for nobody")]
+pytestmark = [
+    pytest.mark.rank_counts,
+    pytest.mark.each_value,
+    pytest.mark.skipif(hvd.size() < 2, reason="a rank alone waits for nobody"),
+]
 MAKERS = {
     "gather": lambda named, scope: Compression.gradient_dropping(named, 0.1, scope=scope, bucket_bytes=1),
     "reduce_scatter": lambda named, scope: Compression.dgc(

@@ -31,7 +31,7 @@ def make():
 @pytest.fixture
 def run_job(tmp_path, monkeypatch):
     """Return run(script, ranks, ...), see `launching.run_asynchronous_job`. A hang is a failure."""
-    monkeypatch.setattr(launching, "LIMIT_SECONDS", 60)
+    monkeypatch.setattr(launching, "LIMIT_SECONDS", 180)
     return functools.partial(launching.run_asynchronous_job, tmp_path)
 
 

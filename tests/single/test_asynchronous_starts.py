@@ -154,7 +154,7 @@ def test_a_file_with_buffers_of_another_size(run_job, tmp_path):
         model = torch.nn.BatchNorm1d(2, affine=False)
         model.weight = torch.nn.Parameter(torch.zeros(2))
         try:
-            connect(model, ASGD(), restore={str(tmp_path / "saved.npz")!r}, timeout=20.0)
+            connect(model, ASGD(), restore={str(tmp_path / "saved.npz")!r}, timeout=60.0)
         except Exception as error:
             print(f"rank {{RANK}}: {{error}}")
         session = connect(model, ASGD(), restore={str(tmp_path / "without.npz")!r}, timeout=20.0)

@@ -21,7 +21,16 @@ def run_elastic(directory, scenario, hosts, method, job="elastic_job.py", fails=
     discover.write_text(f"#!/bin/sh\ncat {directory}/hosts\n")
     discover.chmod(0o755)
     command = ["horovodrun", "--gloo", "--network-interface", "lo", "-np", str(len(hosts)), "--min-np", "2"]
-    command += ["--max-np", "3", "--host-discovery-script", str(discover), "--elastic-timeout", "20"]
+    command += [
+        "--max-np",
+        "3",
+        "--host-discovery-script",
+        str(discover),
+        "--elastic-timeout",
+        "120",
+        "--gloo-timeout-seconds",
+        "120",
+    ]
     command += [sys.executable, os.path.join(SHARED, job), str(directory), scenario, method, json.dumps(settings)]
     code, output = launch(command, {"TF_CPP_MIN_LOG_LEVEL": "3", **KERAS_2})
     assert (code != 0) == fails, output

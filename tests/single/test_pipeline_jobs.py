@@ -55,4 +55,4 @@ def test_nobody_waits_for_ever(what, who, words):
     assert code != 0, output
     assert re.search(words, output), output
     assert "losses of rank" not in output
-    assert seconds < 60.0
+    assert seconds < 120.0

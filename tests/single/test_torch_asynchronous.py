@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-import time
+import threading
 import warnings
 
 import numpy as np
@@ -354,13 +354,14 @@ def test_overlap_takes_each_answer_one_step_later(join):
 def test_after_a_late_answer_training_goes_on(join, monkeypatch, overlap):
     """The step that raised TimeoutError has pushed: the next one takes the answer to it first."""
     model = network()
-    session = join(model, overlap=overlap, timeout=1.0)
+    session, may_answer = join(model, overlap=overlap), threading.Event()
     server, optimizer = session._local.servers[0], session.optimizer(lr=0.1)
     push = server._push
-    monkeypatch.setattr(server, "_push", lambda message, record: (time.sleep(1.5), push(message, record))[1])
-    with pytest.raises(TimeoutError, match="no answer from the servers"):
+    monkeypatch.setattr(server, "_push", lambda *arguments: (may_answer.wait(20.0), push(*arguments))[1])
+    with monkeypatch.context() as impatient, pytest.raises(TimeoutError, match="no answer from the servers"):
+        impatient.setattr(session._connection, "_timeout", 0.2)
         learn(model, optimizer, 1 + overlap)
-    monkeypatch.setattr(server, "_push", push)
+    may_answer.set()
     learn(model, optimizer, 2)
     session.synchronize()
     assert server.statistics.pushes == session.worker.traffic.pushes == 3
