@@ -48,6 +48,20 @@ PYTHON = [
         "torch test_given_up",
     ),
     (
+        "after backward ranks have made different numbers of calls, PyTorch",
+        "hvd_sparse/torch/presence.py",
+        "self.pending.is_done_in_time() if is_last else self.pending.is_done()",
+        "self.pending.is_done()",
+        "torch test_unnamed_collectives as_many_calls",
+    ),
+    (
+        "reset does not start the next check of settings, PyTorch",
+        "hvd_sparse/torch/compressor.py",
+        "            self._check.forget()\n            self._start_check()",
+        "            self._check.forget()",
+        "torch test_unnamed_collectives collected_on_one_rank",
+    ),
+    (
         "small tensors are added in float16, PyTorch",
         "hvd_sparse/torch/error_feedback.py",
         "(dtype == torch.float16 and not always)",
