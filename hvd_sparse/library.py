@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from hvd_sparse.finalization import is_ending
+
 LIBRARY_DIRECTORY = Path(__file__).parent / "lib"
 SOURCE = Path(__file__).parent.parent  # the source tree, if there is a setup.py
 FRAMEWORKS = ("torch", "tensorflow")  # beside "numpy", which is always built
@@ -118,8 +120,13 @@ def mpi():
 def checked_communicator(communicator):
     """Return an mpi4py communicator, COMM_WORLD for None.
 
-    ValueError for COMM_NULL; RuntimeError where MPI has started each process of a job alone.
+    ValueError for COMM_NULL; RuntimeError where MPI has started each process of a job alone, or has been stopped.
     """
+    if is_ending(mpi()):
+        raise RuntimeError(
+            "MPI has been stopped, or is about to be: Horovod, if it has started MPI, stops it on all ranks when the "
+            "first one ends. Import mpi4py.MPI before hvd.init()"
+        )
     world = mpi().COMM_WORLD
     horovod, *started = (int(os.environ.get(name, 1)) for name in ("HOROVOD_SIZE", *STARTED))
     if horovod > 1 and world.Get_size() == 1:

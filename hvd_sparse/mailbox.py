@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from hvd_sparse.finalization import keep_running, let_go
 from hvd_sparse.library import mpi
 
 SHORTEST_NAP, LONGEST_NAP = 2e-5, 2e-3  # seconds: an idle rank polls at these intervals, which limit latency and load
@@ -61,6 +62,7 @@ class Mailbox:
         self._since: dict[tuple[int, int], float] = {}  # when the last of them began, or was complete
         self._busy_until = 0.0
         self._lock, self._posted, self._closed = threading.Lock(), threading.Event(), False
+        keep_running(self, self._mpi)
         if background and self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE:
             threading.Thread(target=self._progress, name="hvd_sparse mailbox", daemon=True).start()
 
@@ -149,6 +151,7 @@ class Mailbox:
         self._arriving.clear()
         for data in given_up:
             keep_for_ever(data)
+        let_go(self)
 
     def _progress(self) -> None:
         while not self._closed:

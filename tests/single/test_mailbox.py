@@ -3,6 +3,7 @@
 import sys
 import textwrap
 import threading
+import weakref
 
 import launching
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from launching import launch, mpirun
 from mpi4py import MPI
 
-from hvd_sparse import mailbox
+from hvd_sparse import finalization, mailbox
+from hvd_sparse.library import checked_communicator
 from hvd_sparse.mailbox import Mailbox, poll
 
 
@@ -114,3 +116,50 @@ def test_poll_looks_again_until_there_is_something_or_time_is_over(monkeypatch):
     assert naps == sorted(naps) and naps[0] == mailbox.SHORTEST_NAP and naps[-1] < 1.5 * mailbox.LONGEST_NAP
     monkeypatch.undo()
     assert poll(lambda: None, 0.01) is None
+
+
+def test_mpi_that_another_thread_ends_runs_until_the_mailbox_is_closed():
+    """As Horovod's thread does if Horovod has started MPI, on all ranks when the first one ends."""
+    script = """
+        import ctypes, threading, mpi4py, numpy as np
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI
+        from hvd_sparse.mailbox import Mailbox, poll
+        box = Mailbox(MPI.COMM_SELF, background=True)
+        end = threading.Thread(target=ctypes.CDLL(MPI.__file__).MPI_Finalize)
+        end.start()
+        end.join(0.5)
+        box.post(0, 1, np.arange(3, dtype=np.uint8))
+        print(poll(lambda: box.look(1), 10.0)[1].tolist(), end.is_alive(), MPI.Is_finalized())
+        box.close(10.0)
+        end.join(10.0)
+        print(end.is_alive(), MPI.Is_finalized())
+    """
+    code, output = launch([sys.executable, "-c", textwrap.dedent(script)])
+    assert code == 0 and "[0, 1, 2] True False\nFalse True\n" in output, output
+
+
+def test_mpi_waits_for_open_mailboxes_but_not_for_a_process_that_shuts_horovod_down(monkeypatch):
+    monkeypatch.setattr(finalization, "_users", weakref.WeakSet())
+    monkeypatch.setattr(finalization, "_begun", [])
+    closed, forgotten = (Mailbox(MPI.COMM_SELF) for _ in range(2))
+    assert not finalization.is_ending(MPI)
+    end = threading.Thread(target=finalization._wait, daemon=True)
+    end.start()
+    closed.close(0.1)
+    end.join(0.2)
+    assert end.is_alive() and finalization.is_ending(MPI)
+    with pytest.raises(RuntimeError, match=r"Import mpi4py\.MPI before hvd\.init"):
+        checked_communicator(None)
+    del forgotten
+    end.join(10.0)
+    assert not end.is_alive()
+    box, lock, horovod = Mailbox(MPI.COMM_SELF), threading.Lock(), {"__name__": "horovod.common.basics"}
+    exec("def shutdown(call):\n    call()", horovod)
+    with lock:
+        threading.Thread(target=horovod["shutdown"], args=(lock.acquire,), daemon=True).start()
+        end = threading.Thread(target=finalization._wait, daemon=True)
+        end.start()
+        end.join(10.0)
+        assert not end.is_alive()
+    box.close(0.1)

@@ -1,0 +1,51 @@
+"""Keeps MPI running as long as sessions and pipelines use it.
+
+Horovod stops MPI if it has started it: on every rank, in its background thread, as soon as the first rank ends, while
+the others may still train. MPI_Finalize first calls the delete functions of the attributes of MPI_COMM_SELF, and MPI
+works until they return.
+"""
+
+import functools
+import sys
+import time
+import weakref
+
+NAP = 0.01  # seconds between two looks
+_users: weakref.WeakSet = weakref.WeakSet()  # the mailboxes that are open
+_begun: list[bool] = []  # not empty once MPI_Finalize has been called
+
+
+def keep_running(user, mpi) -> None:
+    """Let MPI_Finalize wait for `let_go(user)`, or until nothing refers to `user`. mpi: `mpi4py.MPI`."""
+    _guard(mpi)
+    _users.add(user)
+
+
+def let_go(user) -> None:
+    """Let MPI_Finalize wait for `user` no longer."""
+    _users.discard(user)
+
+
+def is_ending(mpi) -> bool:
+    """Return whether MPI_Finalize has been called. mpi: `mpi4py.MPI`."""
+    return bool(_begun) or mpi.Is_finalized()
+
+
+@functools.cache
+def _guard(mpi) -> None:
+    mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=_wait), True)
+
+
+def _wait(*_) -> None:
+    """Return when nothing uses MPI any more, or when this process itself waits for the end of MPI."""
+    _begun.append(True)
+    while _users and not _is_shutting_down():
+        time.sleep(NAP)
+
+
+def _is_shutting_down() -> bool:
+    """Return whether a thread is in `hvd.shutdown`, as at the interpreter's end: it waits for Horovod's thread."""
+    return any(
+        (frame.f_code.co_name, frame.f_globals.get("__name__")) == ("shutdown", "horovod.common.basics")
+        for frame in sys._current_frames().values()
+    )
