@@ -74,6 +74,11 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def is_end(error: BaseException | None) -> bool:
+    """Return whether an exception ends a run without an error: a generator's end, `sys.exit()` or `sys.exit(0)`."""
+    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
+
+
 def first_parameters(
     end: Endpoint,
     placement: Placement,

@@ -230,10 +230,11 @@ class Server:
         return protocol.seal(encoded, Message(Kind.REPLY, *fields, form=self._tracker.form), check)
 
     def _average(self, message: Message) -> None:
-        """Move the buffers towards a worker's by 1/N of the difference, for N current workers.
+        """Move the buffers towards a worker's by 1/N of the difference, for N workers that have joined.
 
-        Equal elements stay as they are, such as the infinities of an attention mask; so do those for which the worker
-        has NaN or infinity, as after a batch with NaN.
+        Those that have left count, too: otherwise the last one's buffers would replace the average. Equal elements stay
+        as they are, such as the infinities of an attention mask; so do those for which the worker has NaN or infinity,
+        as after a batch with NaN.
         """
         if message.body.size % 4:
             raise DamagedMessage(f"{message.body.size} bytes are no float32")
@@ -241,7 +242,8 @@ class Server:
         ours = self.buffers if self.buffers.size else theirs
         if ours.size != theirs.size:
             raise DamagedMessage(f"{theirs.size} elements of buffers, where others have {ours.size}")
-        part = np.float32(1.0 / len(self._records))
+        joined = {*self._records, *self.departures} - {*self.refused}
+        part = np.float32(1.0 / len(joined))
         with np.errstate(invalid="ignore"):
             mixed = ours * (np.float32(1.0) - part) + theirs * part
         mixed = np.where(np.isfinite(ours), mixed, theirs)

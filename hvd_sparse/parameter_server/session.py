@@ -18,7 +18,7 @@ from hvd_sparse.configuration_check import CHECK_SECONDS
 from hvd_sparse.frames import warn
 from hvd_sparse.library import checked_communicator
 from hvd_sparse.log import Logged
-from hvd_sparse.parameter_server.connection import Connection, Heartbeat, described
+from hvd_sparse.parameter_server.connection import Connection, Heartbeat, described, is_end
 from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import Method, checked_method
 from hvd_sparse.parameter_server.placement import Servers, place
@@ -313,9 +313,9 @@ class Session(Logged):
     def close(self) -> None:
         """Leave the run, after the last answer, with this worker's buffers sent. A second call does nothing.
 
-        While an exception is raised, but for the `SystemExit` of a `sys.exit()` without an error and the end of a
-        generator, servers receive it as the reason, and no answer is awaited. A server that has not called `serve`
-        tells the workers that it will not.
+        While an exception is raised or handled, but for the `SystemExit` of a `sys.exit()` without an error, the end of
+        a generator and `StopIteration`, servers receive it as the reason, and no answer is awaited. A `with` block has
+        those that leave it alone. A server that has not called `serve` tells the workers that it will not.
 
         Raises:
             TimeoutError: The last answer did not come.
@@ -323,8 +323,8 @@ class Session(Logged):
             RuntimeError: The server on this rank has stopped.
         """
         error = sys.exc_info()[1]
-        is_end = isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)  # sys.exit(0)
-        self._close(error if error is not self._before and not is_end else None)
+        has_ended = error is self._before or is_end(error) or isinstance(error, StopIteration)
+        self._close(None if has_ended else error)
 
     def _close_at_exit(self) -> None:
         self._close(getattr(sys, "last_value", None))  # the error that ends the interpreter
@@ -361,8 +361,8 @@ class Session(Logged):
     def __enter__(self):
         return self
 
-    def __exit__(self, *_) -> None:
-        self.close()
+    def __exit__(self, kind, error, trace) -> None:
+        self._close(None if is_end(error) else error)
 
     def _release(self) -> None:
         """Allow another session on this communicator."""

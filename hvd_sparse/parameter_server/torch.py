@@ -14,13 +14,13 @@ such as batch counts, and buffers that appear or change their size after `connec
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from hvd_sparse.checks import check_keys, check_number
+from hvd_sparse.checks import check_keys, check_number, checked_integer
 from hvd_sparse.frames import warn
 from hvd_sparse.parameter_server.methods import (
     ASGD,
@@ -36,6 +36,7 @@ from hvd_sparse.parameter_server.methods import (
 from hvd_sparse.parameter_server.model_file import flattened, other_buffers
 from hvd_sparse.parameter_server.session import SHARE_EVERY, SILENCE, TIMEOUT, Session
 from hvd_sparse.parameter_server.worker import ServerRefused
+from hvd_sparse.torch.parameters import NamedParameters, named
 
 __all__ = [
     "ASGD",
@@ -52,11 +53,9 @@ __all__ = [
     "connect",
 ]
 
-Named = Iterable[tuple[str, torch.nn.Parameter]]
-
 
 def connect(
-    model: torch.nn.Module | Named,
+    model: NamedParameters,
     method: Method,
     *,
     servers: int | Literal["colocated"] = 1,
@@ -105,10 +104,9 @@ def connect(
 class TorchSession(Session):
     """A rank's part in a run; see `connect`."""
 
-    def __init__(self, model: torch.nn.Module | Named, method: Method, **options):
+    def __init__(self, model: NamedParameters, method: Method, **options):
         self.model = model if isinstance(model, torch.nn.Module) else None
-        named = model if self.model is None else self.model.named_parameters()
-        parameters = dict(named)
+        parameters = named(model, "model")
         self.tensors = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
         self._has_warned = False
@@ -162,7 +160,9 @@ class TorchSession(Session):
                 parameter, array = self.tensors[name], self.worker.parameters[name]
                 if parameter.data_ptr() != array.ctypes.data:
                     parameter.copy_(torch.from_numpy(array).view(parameter.shape))
-                    self._versions[name] = parameter._version
+                else:  # autograd then refuses a backward pass through what was computed before the change
+                    torch.autograd.graph.increment_version(parameter)
+                self._versions[name] = parameter._version
 
     def _check_parameters(self) -> None:
         """Raise ValueError if a parameter trains in vain; warn, once, if one was changed unseen by the servers."""
@@ -344,9 +344,13 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
             state_dict: What `state_dict` returned.
 
         Raises:
-            ValueError: It is no such state, of another method or model, or not finite. Nothing has changed then.
+            TypeError: Its step is no integer.
+            ValueError: It is no such state, of another method or model, or not finite.
+
+            If it raises, nothing has changed.
         """
         check_keys(state_dict, ("param_groups", "state"))
+        step = checked_integer("the state's step", state_dict.get("step", 0), 0)
         worker, names = self.session.worker, [self._names[id(parameter)] for parameter in self._parameters()]
         kept = [state_dict["state"].get(i, {}) for group in state_dict["param_groups"] for i in group["params"]]
         arrays = {}
@@ -356,7 +360,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         worker.check_feedback(arrays, state_dict.get("method"))
         super().load_state_dict(state_dict)  # which checks the number of parameters
         worker.load_feedback(arrays)
-        worker.step = state_dict.get("step", 0)
+        worker.step = step
         self._expose()
 
     def _expose(self) -> None:

@@ -26,9 +26,8 @@ class Parameters(Mapping[str, torch.nn.Parameter]):
     def __init__(self, parameters: NamedParameters):
         self._by_name: dict[str, torch.nn.Parameter] = {}
         seen: set[int] = set()
-        for name, parameter in _pairs(parameters):
-            if name in self._by_name:
-                raise ValueError(f"parameters must have unique names, got {name!r} twice")
+        for name, parameter in named(parameters).items():
+            _check_supported(name, parameter)
             if id(parameter) not in seen and can_train(parameter):
                 seen.add(id(parameter))
                 self._by_name[name] = parameter
@@ -118,31 +117,37 @@ def can_train(parameter: torch.Tensor) -> bool:
     return parameter.dtype in DTYPES
 
 
-def _pairs(parameters: NamedParameters) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return (name, parameter) pairs; TypeError or ValueError, naming what is wrong."""
+def named(parameters: NamedParameters, argument: str = "parameters") -> dict[str, torch.nn.Parameter]:
+    """Return {name: parameter}. TypeError or ValueError, which name the argument, if it is in another form."""
     if isinstance(parameters, torch.nn.Module):
-        return [_checked_pair(pair) for pair in parameters.named_parameters()]
-    if isinstance(parameters, Mapping):
-        return [_checked_pair(pair) for pair in parameters.items()]
+        return dict(parameters.named_parameters())
     if not isinstance(parameters, Iterable):
-        raise TypeError(f"parameters must be the model or model.named_parameters(), got {type(parameters).__name__}")
-    return [_checked_pair(pair) for pair in list(parameters)]
+        raise TypeError(f"{argument} must be the model or model.named_parameters(), got {type(parameters).__name__}")
+    by_name: dict[str, torch.nn.Parameter] = {}
+    for pair in list(parameters.items() if isinstance(parameters, Mapping) else parameters):
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(
+                f"{argument} must be the model or (name, parameter) pairs, as from model.named_parameters(); got "
+                f"entries of type {type(pair).__name__}"
+            )
+        name, parameter = pair
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(f"{name}: a parameter must be a torch.Tensor, got {type(parameter).__name__}")
+        if name in by_name:
+            raise ValueError(
+                f"{argument} must have unique names, got {name!r} twice: of several models, pass "
+                "torch.nn.ModuleList(models).named_parameters()"
+            )
+        by_name[name] = parameter
+    return by_name
 
 
-def _checked_pair(pair) -> tuple[str, torch.nn.Parameter]:
-    if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
-        raise TypeError(
-            "parameters must be the model or (name, parameter) pairs, as from model.named_parameters(); got entries of "
-            f"type {type(pair).__name__}"
-        )
-    name, parameter = pair
-    if not isinstance(parameter, torch.Tensor):
-        raise TypeError(f"{name}: a parameter must be a torch.Tensor, got {type(parameter).__name__}")
+def _check_supported(name: str, parameter: torch.Tensor) -> None:
+    """Raise TypeError or ValueError if no compressor can have a parameter of this dtype, or on this device."""
     if parameter.dtype not in DTYPES and parameter.requires_grad:
         raise TypeError(f"{name}: gradients must be float32, float64, float16 or bfloat16, got {parameter.dtype}")
     if parameter.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name}: parameters must be on the CPU or on CUDA devices, got {parameter.device}")
-    return name, parameter
 
 
 def _device_of(parameters: dict[str, torch.nn.Parameter]) -> torch.device:

@@ -276,7 +276,11 @@ def test_parameters_in_another_form():
     for wrong, error, message in (
         ([parameter], TypeError, "parameters must be the model or .* pairs.* entries of type Parameter"),
         ([], ValueError, "empty"),
-        ([("a", parameter), ("a", torch.nn.Parameter(torch.zeros(2)))], ValueError, "'a' twice"),
+        (
+            [("a", parameter), ("a", torch.nn.Parameter(torch.zeros(2)))],
+            ValueError,
+            "parameters must have .* got 'a' twice: of",
+        ),
         ([("a", np.zeros(3))], TypeError, "a: a parameter must be a torch.Tensor"),
         (torch.nn.ReLU(), ValueError, "parameters is empty"),
         (torch.optim.SGD([parameter], lr=0.1), TypeError, r"must be the model or model.named_parameters\(\), got SGD"),

@@ -108,6 +108,25 @@ def test_what_is_no_state_is_refused(join, state):
     assert optimizer.state_dict()["step"] == 0
 
 
+@pytest.mark.parametrize(
+    ("step", "error"), [(-5, ValueError), ("3", TypeError), (2.5, TypeError), (True, TypeError), (None, TypeError)]
+)
+def test_a_state_whose_step_is_none_is_refused(join, step, error):
+    model = network()
+    session = join(model, DGS(**SMALL))
+    optimizer = session.optimizer(lr=0.1)
+    learn(model, optimizer, 2)
+    state = copy.deepcopy(optimizer.state_dict())
+    learn(model, optimizer, 1)
+    before = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["lr"] = 0.5
+    with pytest.raises(error, match=f"the state's step must be an integer of at least 0, got {step!r}"):
+        optimizer.load_state_dict({**state, "step": step})
+    after = optimizer.state_dict()
+    assert after["step"] == 3 and after["param_groups"] == before["param_groups"]
+    assert all(torch.equal(after["state"][i]["residual"], before["state"][i]["residual"]) for i in before["state"])
+
+
 def test_states_of_others_are_refused(join):
     other = copy.deepcopy(join(network(), DGCAsync(**SMALL)).optimizer(lr=0.1).state_dict())
     wider = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 2))
@@ -150,6 +169,18 @@ BAD_ARGUMENTS = [
         lambda join: join([("c", nn.Parameter(torch.ones(2, dtype=torch.complex64)))]),
         ValueError,
         "parameters must be of real numbers, got c of torch.complex64",
+    ),
+    (
+        lambda join: join(network().parameters()),
+        TypeError,
+        r"model must be the model or \(name, parameter\) pairs, as from .*; got entries of type Parameter",
+    ),
+    (lambda join: join([("a", np.zeros(3))]), TypeError, "a: a parameter must be a torch.Tensor, got ndarray"),
+    (lambda join: join(3), TypeError, r"model must be the model or model.named_parameters\(\), got int"),
+    (
+        lambda join: join([*network().named_parameters(), *network().named_parameters()]),
+        ValueError,
+        r"model must have unique names, got '0\.weight' twice: of several models, pass torch.nn.ModuleList",
     ),
     (lambda join: join(network(), servers=1), ValueError, "servers must be 'colocated' or a number from 1"),
     (lambda join: join(network(), servers=True), TypeError, "servers, .* must be an integer, got True"),
