@@ -5,6 +5,7 @@ In most implementations, MPI's blocking receive keeps a core busy. So an idle ra
 
 import collections
 import ctypes
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -56,9 +57,8 @@ class Mailbox:
         self._mpi = mpi()
         self._communicator, self._status = communicator, self._mpi.Status()
         self._pending: list = []  # (request, data): data must live until the request is done
-        # By rank and tag: requests with the arrays that they fill; pieces of messages of which others are to come.
-        self._arriving: dict[tuple[int, int], collections.deque[tuple]] = {}
-        self._begun: dict[tuple[int, int], list[np.ndarray]] = {}
+        # By rank and tag, requests with the arrays that they fill: all pieces, until a message is complete.
+        self._arriving: collections.OrderedDict[tuple[int, int], collections.deque[tuple]] = collections.OrderedDict()
         self._since: dict[tuple[int, int], float] = {}  # when the last of them began, or was complete
         self._busy_until = 0.0
         self._lock, self._posted, self._closed = threading.Lock(), threading.Event(), False
@@ -109,29 +109,37 @@ class Mailbox:
 
     def arriving(self, tag: int, seconds: float) -> set[int]:
         """Return the ranks whose messages with a tag are on their way, and began at most so many seconds ago."""
-        places, now = {*self._arriving, *self._begun}, time.monotonic()
-        return {place[0] for place in places if place[1] == tag and now - self._since[place] <= seconds}
+        now = time.monotonic()
+        return {place[0] for place in self._arriving if place[1] == tag and now - self._since[place] <= seconds}
 
     def is_arriving(self, tag: int, source: int) -> bool:
         """Return whether a message of a rank is on its way, of which `look` has found the beginning."""
-        return (source, tag) in self._arriving or (source, tag) in self._begun
+        return (source, tag) in self._arriving
 
     def _complete(self, place: tuple[int, int]) -> np.ndarray | None:
-        """Return the first message from a place if all of it is there. The place is then the last to be looked at."""
-        arriving = self._arriving.pop(place)
-        while arriving and arriving[0][0].Test():
-            _, data = arriving.popleft()
-            if data.size == MOST_BYTES:
-                self._begun.setdefault(place, []).append(data)
+        """Return the first message from a place if all of it is there. The place is then the last to be looked at.
+
+        What is returned is removed last, without a call: a Ctrl-C, which Python handles at calls, loses no message.
+        """
+        arriving, pieces = self._arriving[place], []
+        self._arriving.move_to_end(place)
+        for request, data in arriving:
+            if request:  # not known to be complete
+                if not request.Test():
+                    return None
                 self._since[place] = time.monotonic()
-                continue
-            begun = self._begun.pop(place, [])
-            if arriving:
-                self._arriving[place] = arriving
-            return np.concatenate([*begun, data]) if begun else data
-        if arriving:
-            self._arriving[place] = arriving
-        return None
+            pieces.append(data)
+            if data.size < MOST_BYTES:
+                break
+        else:
+            return None
+        whole = np.concatenate(pieces) if len(pieces) > 1 else data
+        others = collections.deque(itertools.islice(arriving, len(pieces), None))
+        if others:
+            self._arriving[place] = others
+        else:
+            del self._arriving[place]
+        return whole
 
     def reap(self) -> bool:
         """Free the messages that have been sent; return whether none is left."""

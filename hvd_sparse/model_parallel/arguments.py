@@ -33,7 +33,7 @@ def check_samples(name: str, leaf, is_tensor: bool, expected: str) -> None:
 
 def checked_rows(leaves: list) -> int:
     """Return the number of samples of the inputs' leaves; ValueError unless it is the same for all, and at least 1."""
-    rows = {len(leaf) for leaf in leaves}
+    rows = {leaf.shape[0] for leaf in leaves}  # a tf.Variable has no length
     if len(rows) != 1 or rows == {0}:
         raise ValueError(
             "inputs must be given on the first stage: a tensor, or a tuple or dict of tensors, with the same "
@@ -44,7 +44,7 @@ def checked_rows(leaves: list) -> int:
 
 def check_targets(leaves: list, rows: int) -> None:
     """Raise ValueError unless each of the targets' leaves has as many samples as the inputs."""
-    wrong = [len(leaf) for leaf in leaves if len(leaf) != rows]
+    wrong = [leaf.shape[0] for leaf in leaves if leaf.shape[0] != rows]
     if wrong:
         raise ValueError(f"targets must have as many samples as inputs, {rows}; got {wrong[0]}")
 

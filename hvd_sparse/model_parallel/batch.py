@@ -14,7 +14,8 @@ class MicroBatch:
         self.passed_on: list[Tensor] = []  # as they went to the next stage
         self.loss = None
         self.added = None  # the sum of the losses that layers of this stage add, such as of a regularizer
-        self.tape = None  # the framework's data for backward
+        self.weighted_loss = None  # where PyTorch's backward begins, on the last stage
+        self.tape = None  # TensorFlow's
 
     def wanted(self) -> list:
         """Return the inputs whose gradients the stage before wants; none on the first stage."""

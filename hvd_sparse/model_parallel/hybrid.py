@@ -34,10 +34,9 @@ def hybrid(hvd, stages: int, order: Order = "pipeline") -> Hybrid:
     """
     communicator, request = checked_communicator(None).Idup()
     wait_for(request, START_TIMEOUT, communicator.Get_size(), "called hybrid()")
-    grid = ProcessGrid(communicator.Get_rank(), communicator.Get_size(), stages, order)
     notices = Notices(communicator, "rank {}".format, GRACE)
     try:
-        grid = _agreed(hvd, grid, notices)
+        grid = _agreed(hvd, communicator, stages, order, notices)
         notices.name, notices.process_set = grid.name_of, _start(hvd, grid)
     except BaseException:
         notices.close()
@@ -49,16 +48,18 @@ def hybrid(hvd, stages: int, order: Order = "pipeline") -> Hybrid:
     return Hybrid(grid, notices.process_set, replica)
 
 
-def _agreed(hvd, grid: ProcessGrid, notices: Notices) -> ProcessGrid:
-    """Return the checked grid; raise on every rank if any rank's arguments are wrong, or if they differ."""
+def _agreed(hvd, communicator, stages: int, order: Order, notices: Notices) -> ProcessGrid:
+    """Return the grid; raise on every rank if any rank's arguments are wrong, or if they differ."""
     error: Exception | None = None
+    settings = {}
     try:
-        grid = grid.checked()
+        grid = ProcessGrid(communicator.Get_rank(), communicator.Get_size(), stages, order)
+        settings = {"stages": grid.stages, "order": order}
         if hvd.is_initialized():
             raise RuntimeError("Horovod has been started already: call hybrid() in place of hvd.init()")
     except (TypeError, ValueError, RuntimeError) as caught:  # the other ranks wait in `agree`
         error = caught
-    notices.agree(error, {"stages": grid.stages, "order": grid.order}, START_TIMEOUT, "called hybrid()")
+    notices.agree(error, settings, START_TIMEOUT, "called hybrid()")
     return grid
 
 

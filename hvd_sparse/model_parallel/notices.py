@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from hvd_sparse.library import mpi
-from hvd_sparse.mailbox import Mailbox, poll
+from hvd_sparse.mailbox import Mailbox, keep_for_ever, poll
 
 FAILED, LEFT = 101, 102  # tags; those of a pipeline's messages are smaller
 GREETING_BYTES = 512  # of what ranks compare, and of an error
@@ -77,7 +77,13 @@ class Notices:
         text = f"{json.dumps({} if mine else settings)}\0{mine}".encode()[:GREETING_BYTES]
         greeting[: len(text)] = np.frombuffer(text, np.uint8)
         everyone = np.zeros((self._size, GREETING_BYTES), np.uint8)
-        wait_for(self._communicator.Iallgather(greeting, everyone), timeout, self._size, what, self)
+        request = self._communicator.Iallgather(greeting, everyone)
+        try:
+            wait_for(request, timeout, self._size, what, self)
+        except BaseException:  # MPI reads and writes them when the others come
+            keep_for_ever(greeting)
+            keep_for_ever(everyone)
+            raise
         said = [bytes(row).decode(errors="replace").rstrip("\0").partition("\0") for row in everyone]
         if errors := [text for _, _, text in said if text]:
             self._shared = error if error is not None else PipelineError(errors[0])

@@ -8,31 +8,45 @@ Order = Literal["pipeline", "replica"]
 ORDERS = get_args(Order)
 
 
-class ProcessGrid(NamedTuple):
-    """R replicas of S stages on R * S ranks. order: "pipeline", a replica's stages are neighbours, or "replica".
-
-    Stages of a replica exchange activations, replicas of a stage gradients: those that exchange more should be
-    neighbours, which often share a node. Source: Dynamic Communication Thresholding, figure 1 (hybrid).
-    """
+class Place(NamedTuple):
+    """The fields of a `ProcessGrid`."""
 
     rank: int
     size: int
     stages: int
     order: Order = "pipeline"
 
-    def checked(self) -> "ProcessGrid":
-        """Return the grid with Python's numbers.
 
-        Raises TypeError if stages are no integer, ValueError if they do not divide the ranks or the order is unknown.
-        """
-        stages = checked_integer("stages", self.stages, 1)
-        if self.size % stages:
+class ProcessGrid(Place):
+    """R replicas of S stages on R * S ranks. order: "pipeline", a replica's stages are neighbours, or "replica".
+
+    Stages of a replica exchange activations, replicas of a stage gradients: those that exchange more should be
+    neighbours, which often share a node. Source: Dynamic Communication Thresholding, figure 1 (hybrid).
+
+    Args:
+        rank: This rank, from 0.
+        size: Number of ranks.
+        stages: Number of stages of a replica; it must divide `size`.
+        order: "pipeline" or "replica".
+
+    Raises:
+        TypeError: A number is no integer.
+        ValueError: A number is out of range, `stages` does not divide `size`, or `order` is unknown.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, rank: int, size: int, stages: int, order: Order = "pipeline"):
+        """Check the arguments, and make the grid."""
+        size = checked_integer("size", size, 1)
+        rank, stages = checked_integer("rank", rank, 0, size - 1), checked_integer("stages", stages, 1)
+        if size % stages:
             raise ValueError(
-                f"stages must divide the number of ranks, got stages={stages} on {self.size} ranks: start a multiple "
+                f"stages must divide the number of ranks, got stages={stages} on {size} ranks: start a multiple "
                 f"of {stages}"
             )
-        check_choice("order", self.order, ORDERS)
-        return self._replace(stages=stages)
+        check_choice("order", order, ORDERS)
+        return super().__new__(cls, rank, size, stages, order)
 
     @property
     def replicas(self) -> int:

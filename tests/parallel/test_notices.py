@@ -1,5 +1,7 @@
 """Control messages between ranks of a pipeline: meetings, failures, and ranks that have left."""
 
+from types import SimpleNamespace
+
 import pytest
 from mpi4py import MPI
 
@@ -29,6 +31,29 @@ def test_a_duplicate_of_a_replicas_communicator_has_its_notices(notices, monkeyp
     assert Notices.attached(MPI.COMM_SELF) is None  # a pipeline of this rank's own
     with pytest.raises(ValueError, match=r"communicator must be the one that hybrid\(\) returned, got the world"):
         Notices.attached(WORLD)
+
+
+def test_mpi_may_still_write_to_what_a_rank_gave_up_waiting_for(notices, monkeypatch):
+    """When the late ranks come."""
+    given, kept = [], []
+
+    class Never:
+        """A request of MPI that is not complete."""
+
+        def Test(self):
+            return False
+
+    def gather(*arrays):
+        """Note the arrays that MPI reads and writes."""
+        given.extend(arrays)
+        return Never()
+
+    monkeypatch.setattr(notices, "_communicator", SimpleNamespace(Iallgather=gather))
+    monkeypatch.setattr("hvd_sparse.model_parallel.notices.keep_for_ever", kept.append)
+    with pytest.raises(TimeoutError, match=rf"not all {RANKS} ranks have begun within 0\.01 s"):
+        notices.agree(None, {}, 0.01, "begun")
+    monkeypatch.undo()
+    assert len(given) == 2 and all(any(one is other for other in kept) for one in given)
 
 
 @several

@@ -39,6 +39,13 @@ def test_a_loss_object_that_sums_has_the_loss_of_the_whole_batch():
         assert p.step(ZEROS, ZEROS + 2.0) == pytest.approx(4 * 4.0)  # four samples, each the mean of three squares
 
 
+def test_inputs_and_targets_may_be_variables():
+    with pipeline(tf.keras.layers.Dense(3, kernel_initializer="ones", use_bias=False), micro_batches=2) as one:
+        assert one.step(tf.Variable(ZEROS), tf.Variable(ZEROS + 2.0)) == pytest.approx(4.0)
+        with pytest.raises((ValueError, PipelineError), match="targets must have as many samples as inputs, 4; got 3"):
+            one.step(tf.Variable(ZEROS), tf.Variable(ZEROS[1:]))
+
+
 def test_a_closed_pipeline_says_so():
     one = pipeline()
     one.close()

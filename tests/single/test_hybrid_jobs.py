@@ -80,18 +80,25 @@ def test_the_layout_is_described():
     [
         ((0, 4, 3), "stages must divide the number of ranks, got stages=3 on 4 ranks"),
         ((0, 4, 0), "stages must be an integer of at least 1, got 0"),
+        ((4, 4, 2), "rank must be an integer from 0 to 3, got 4"),
+        ((0, 0, 2), "size must be an integer of at least 1, got 0"),
         ((0, 4, 2, "ring"), "order must be one of 'pipeline', 'replica'; got 'ring'"),
     ],
 )
 def test_wrong_layouts_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        ProcessGrid(*arguments).checked()
+        ProcessGrid(*arguments)
 
 
 def test_stages_are_an_integer_of_python_or_numpy():
     with pytest.raises(TypeError, match=r"stages must be an integer of at least 1, got 2\.0 of type float"):
-        ProcessGrid(0, 4, 2.0).checked()
-    assert ProcessGrid(0, 4, np.int64(2)).checked() == ProcessGrid(0, 4, 2)
+        ProcessGrid(0, 4, 2.0)
+    assert type(ProcessGrid(0, 4, np.int64(2)).stages) is int and ProcessGrid(0, 4, np.int64(2)) == (
+        0,
+        4,
+        2,
+        "pipeline",
+    )
 
 
 REFUSED_BY_ONE = """

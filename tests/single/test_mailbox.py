@@ -100,6 +100,48 @@ def test_what_was_sent_is_freed_though_there_is_always_something_to_read(monkeyp
     assert len(box._pending) <= 1
 
 
+@pytest.mark.parametrize("size", [0, 10, 25])
+def test_an_interrupt_in_the_middle_loses_no_message(monkeypatch, size):
+    """At any line of `_complete` but the last, which has no call."""
+    monkeypatch.setattr(mailbox, "MOST_BYTES", 10)
+
+    def interrupted(after):
+        """Return the messages that arrive if the line after so many is interrupted, and how many lines there were."""
+        box, count = Mailbox(MPI.COMM_SELF.Dup()), 0
+
+        def trace(frame, event, argument):
+            nonlocal count
+            if frame.f_code is not Mailbox._complete.__code__:
+                return None
+            count += event == "line"
+            if event == "line" and count == after + 1:
+                raise KeyboardInterrupt
+            return trace
+
+        for number in range(2):
+            box.post(0, 1, np.full(size, number, np.uint8))
+        sys.settrace(trace)
+        try:
+            first = poll(lambda: box.look(1), 10.0)
+        except KeyboardInterrupt:
+            first = None
+        finally:
+            sys.settrace(None)
+        found = [first, *(poll(lambda: box.look(1), 10.0 if first is None or n < 1 else 0.01) for n in range(2))]
+        box.close(1.0)
+        return [data.tolist() for data in (one[1] for one in found if one is not None)], count
+
+    expected = [[0] * size, [1] * size]
+    before = sys.gettrace()
+    try:
+        found, lines = interrupted(10**6)
+        assert found == expected and lines > 5
+        for after in range(lines - 1):
+            assert interrupted(after)[0] == expected, after
+    finally:
+        sys.settrace(before)
+
+
 def test_what_nobody_takes_is_given_up():
     box = Mailbox(MPI.COMM_SELF.Dup())
     box.post(0, 1, np.zeros(3_000_000, np.uint8))

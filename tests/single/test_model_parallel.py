@@ -97,7 +97,7 @@ def test_processes_of_a_job_that_are_worlds_of_mpi_of_their_own_are_refused(monk
     """As `horovodrun --gloo` starts them, or the mpirun of another MPI than mpi4py's: each would train alone."""
     monkeypatch.setenv(variable, "2")
     world = SimpleNamespace(Get_size=lambda: 1)
-    monkeypatch.setattr(library, "mpi", lambda: SimpleNamespace(COMM_WORLD=world))
+    monkeypatch.setattr(library, "mpi", lambda: SimpleNamespace(COMM_WORLD=world, Is_finalized=lambda: False))
     stage, loss = torch.nn.Linear(3, 3), torch.nn.functional.mse_loss
     for start in (
         lambda: Pipeline(stage, loss=loss),

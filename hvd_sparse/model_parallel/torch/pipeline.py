@@ -78,6 +78,10 @@ class Pipeline(shared.Pipeline):
         made = boundary if isinstance(boundary, ThresholdBoundary) else ThresholdBoundary(boundary)
         return made.to(self._device)
 
+    def _boundary_of(self, name: str) -> ThresholdBoundary | None:
+        with torch.inference_mode(False):  # buffers made in inference mode could not change in training
+            return super()._boundary_of(name)
+
     def _check_samples(self, name: str, leaf) -> None:
         check_samples(name, leaf, isinstance(leaf, torch.Tensor), "tensors of PyTorch")
 
@@ -115,8 +119,8 @@ class Pipeline(shared.Pipeline):
             given = [leaf.clone() if leaf.requires_grad else leaf for leaf in micro_batch.inputs]
             outputs = tree.call(self.stage, tree.unflatten(given, micro_batch.structure))
             if targets is not None:
-                micro_batch.tape = self._checked_loss(outputs, targets) * weight
-                micro_batch.loss = micro_batch.tape.detach()
+                micro_batch.weighted_loss = self._checked_loss(outputs, targets) * weight
+                micro_batch.loss = micro_batch.weighted_loss.detach()
         return outputs
 
     def _checked_loss(self, outputs, targets) -> torch.Tensor:
@@ -130,12 +134,12 @@ class Pipeline(shared.Pipeline):
 
     def _backward(self, micro_batch: MicroBatch, gradients: list[Tensor] | None) -> list[np.ndarray]:
         if gradients is None:
-            if not micro_batch.tape.requires_grad:
+            if not micro_batch.weighted_loss.requires_grad:
                 raise RuntimeError(
                     "the loss depends on no parameter that requires gradients: is every stage frozen, or step() called "
                     "within torch.inference_mode()?"
                 )
-            micro_batch.tape.backward()
+            micro_batch.weighted_loss.backward()
         else:
             roots = [leaf for leaf in micro_batch.outputs if leaf.requires_grad]
             if roots:
