@@ -48,7 +48,8 @@ class ParameterLayout:
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
         empty = [name for name, size in sizes.items() if size == 0]
         if not sizes or empty:
-            raise ValueError(f"there must be parameters, with elements; got {empty or 'none at all'}")
+            remedy = ": set requires_grad=False (TensorFlow: trainable=False) for these" if empty else ""
+            raise ValueError(f"there must be parameters, with elements; got {empty or 'none at all'}{remedy}")
         self._dense = {name for name, size in sizes.items() if size < min_numel or name in dense}
         self.names = sorted(sizes, key=lambda name: (name in self._dense, name))
         self.shapes = {name: tuple(shapes[name]) for name in self.names}

@@ -20,7 +20,7 @@ from hvd_sparse.parameter_server.layout import RENAMED, ParameterLayout, is_rena
 from hvd_sparse.parameter_server.methods import Method
 from hvd_sparse.parameter_server.protocol import Kind, Message, Reason
 from hvd_sparse.parameter_server.tracker import ChangeTracker, MirrorTracker
-from hvd_sparse.parameter_server.updates import Update, piece_segments, unpack
+from hvd_sparse.parameter_server.updates import NotFinite, Update, piece_segments, unpack
 
 RESTORED = "restore = a file"  # what a worker says that was started with one; its servers must have been, too
 MOST_DIFFERENCES = 10  # of each side, in an error
@@ -122,6 +122,8 @@ class Server:
             if message.kind != Kind.ASK and message.worker != source:
                 raise DamagedMessage(f"it came from rank {source}, and says that it is of {message.worker}")
             answer = self._answer(message)
+        except NotFinite as error:
+            answer = self._refusal(Reason.WRONG, message, f"in a push of worker {source}, {error}")
         except DamagedMessage as error:
             answer = self._refusal(Reason.DAMAGED, Message(Kind.REFUSED), str(error))
         if answer is None:

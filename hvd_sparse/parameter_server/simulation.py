@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from hvd_sparse.checks import checked_integer
+from hvd_sparse.checks import check_number, checked_integer
 from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import Method, checked_method
 from hvd_sparse.parameter_server.server import Server
@@ -105,14 +105,17 @@ class Simulation:
             number: The worker, from 0.
             gradients: A function of the worker's number and its parameters, {name: float32 array}, that returns
                 gradients, {name: array}; tensors without a gradient may be missing.
-            lr: The learning rate.
-            weight_decay: Coefficient of the parameters that are added to their gradients.
+            lr: The learning rate, at least 0.
+            weight_decay: Coefficient of the parameters that are added to their gradients, at least 0.
 
         Raises:
-            TypeError: The number is no integer.
-            ValueError: There is no such worker; a gradient is of no parameter, or of another size.
+            TypeError: The number is no integer, or the learning rate or weight decay is no number.
+            ValueError: There is no such worker, a rate is below 0 or not finite, or a gradient is of no parameter or of
+                another size.
             ServerRefused: A server refuses the worker.
         """
+        for name, rate in (("lr", lr), ("weight_decay", weight_decay)):
+            check_number(name, rate, "finite and at least 0", lambda value: value >= 0.0)
         worker = self.workers[checked_integer("number", number, 0, len(self.workers) - 1)]
         shaped = {name: array.reshape(self.layout.shapes[name]) for name, array in worker.parameters.items()}
         found = {

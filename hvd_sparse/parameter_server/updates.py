@@ -15,6 +15,10 @@ from hvd_sparse.threshold import SMALLEST, KeptThreshold, ThresholdHint
 from hvd_sparse.wire import LOW_BITS, payload_size, top_k_count
 
 
+class NotFinite(DamagedMessage):
+    """A message is not damaged, but has NaN or infinity: to send it again does not help."""
+
+
 class Update(NamedTuple):
     """Elements of a vector. indices: int64[k], ascending; None: all elements. values: float32[k]."""
 
@@ -171,9 +175,9 @@ def unpack(message: Message, n: int, coding: str, values: str, segments: np.ndar
 
 
 def finite(update: Update) -> Update:
-    """Return the update. Raise DamagedMessage unless all its values are finite."""
+    """Return the update. Raise NotFinite unless all its values are finite."""
     if not np.isfinite(update.values).all():
-        raise DamagedMessage("not all values are finite: has training diverged?")
+        raise NotFinite("not all values are finite: has training diverged? Try a lower learning rate")
     return update
 
 

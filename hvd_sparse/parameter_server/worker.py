@@ -5,7 +5,6 @@ that change in place when an answer arrives.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -13,12 +12,14 @@ import numpy as np
 from hvd_sparse import native
 from hvd_sparse.mailbox import DamagedMessage
 from hvd_sparse.parameter_server import protocol
+from hvd_sparse.parameter_server.counters import PushCounters
 from hvd_sparse.parameter_server.layout import ParameterLayout, Piece
 from hvd_sparse.parameter_server.methods import DCTAsync, Method
 from hvd_sparse.parameter_server.protocol import Form, Kind, Message, Reason
 from hvd_sparse.parameter_server.server import RESTORED, introduction
 from hvd_sparse.parameter_server.updates import (
     KeptSelection,
+    NotFinite,
     Update,
     groups_of,
     piece_segments,
@@ -34,19 +35,6 @@ TRIES = 10  # after so many damaged messages, the damage is systematic
 
 class ServerRefused(RuntimeError):
     """A server refuses this worker; the message says why."""
-
-
-@dataclass
-class PushCounters:
-    """A worker's counters; bytes include message headers."""
-
-    pushes: int = 0
-    bytes_up: int = 0
-    bytes_down: int = 0
-    entries_up: int = 0
-    entries_down: int = 0
-    repeated: int = 0
-    non_finite: int = 0
 
 
 class Worker:
@@ -201,6 +189,8 @@ class Worker:
             if message.kind == Kind.WELCOME:
                 return self._welcomed(server, message)
             return self._replied(server, message) if message.kind == Kind.REPLY else {}
+        except NotFinite as error:
+            raise ServerRefused(f"in the answer of server {server}, {error}") from error
         except DamagedMessage as error:
             return self._again(server, str(error))
 
@@ -229,11 +219,11 @@ class Worker:
         kept = self._kept.get(piece.name)
         k = 0 if group is None or density >= 1.0 else group.count(density)  # 0: not selected alone
         is_part = 0 < k < residual.size
-        memory, rule = ((), {}) if gradient is None else self._addition(piece, gradient, lr, weight_decay)
+        arrays, rule = ((), {}) if gradient is None else self._addition(piece, gradient, lr, weight_decay)
         if is_part and kept is None and gradient is not None:
-            return group.select(k, partial(self._accumulate_top_k, *memory, **rule))  # accumulates, too
+            return group.select(k, partial(self._accumulate_top_k, *arrays, **rule))  # accumulates, too
         if gradient is not None:
-            self.traffic.non_finite += not native.accumulate(*memory, **rule)
+            self.traffic.non_finite += not native.accumulate(*arrays, **rule)
         if is_part:
             top_k = partial(native.select_top_k, residual)
             return group.select(k, top_k) if kept is None else piece.begin + kept.select(residual, k, self.step)
@@ -245,14 +235,14 @@ class Worker:
         """Return the arguments and options of the native functions that accumulate a tensor's gradient."""
         part = slice(piece.begin, piece.end)
         rate, decay = lr[piece.name], lr[piece.name] * weight_decay.get(piece.name, 0.0)
-        memory = (gradient, self.residual[part], None if self.velocity is None else self.velocity[part])
+        arrays = (gradient, self.residual[part], None if self.velocity is None else self.velocity[part])
         rule = {"factor": rate, "weight_decay": decay, "parameter": self.parameters[piece.name] if decay else None}
         if self.method.has_velocity:
             rule |= {"momentum": self.method.momentum, "nesterov": self.method.nesterov}
-        return memory, rule
+        return arrays, rule
 
-    def _accumulate_top_k(self, *memory, **rule) -> tuple:
-        *selected, is_finite = native.accumulate_top_k(*memory, **rule)
+    def _accumulate_top_k(self, *arrays, **rule) -> tuple:
+        *selected, is_finite = native.accumulate_top_k(*arrays, **rule)
         self.traffic.non_finite += not is_finite
         return tuple(selected)
 

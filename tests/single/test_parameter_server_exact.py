@@ -5,7 +5,16 @@ import itertools
 import numpy as np
 import pytest
 
-from hvd_sparse.parameter_server import METHODS, ParameterLayout, Server, ServerRefused, Simulation, by_speed, in_turn
+from hvd_sparse.parameter_server import (
+    METHODS,
+    ParameterLayout,
+    Server,
+    ServerRefused,
+    Simulation,
+    by_speed,
+    in_turn,
+    protocol,
+)
 from hvd_sparse.parameter_server.tracker import MirrorTracker
 
 SHAPES = {"a": (20, 15), "b": (30,), "c": (101,), "one": (1,)}
@@ -296,6 +305,36 @@ def test_what_is_not_finite_counts_as_zero(name):
 
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_a_run_that_diverges_says_so():
+    """At once: to repeat a message does not help."""
     simulation = Simulation(METHODS["asgd"](), drawn(0), 1)
-    with pytest.raises(ServerRefused, match="not all values are finite: has training diverged"):
+    with pytest.raises(ServerRefused, match="in the answer of server 0, not all values are finite: has training div"):
         simulation.run(in_turn(1), 3, lambda worker, theta: {name: theta[name] * 0 + 2e38 for name in theta}, lr=1.0)
+    assert simulation.workers[0].traffic.repeated == 0
+    assert all(np.isfinite(array).all() for array in simulation.workers[0].parameters.values())
+
+
+def test_a_push_that_is_not_finite_is_refused_at_once():
+    simulation = Simulation(METHODS["asgd"](), drawn(0), 1)
+    (server,), (worker,) = simulation.servers, simulation.workers
+    good = protocol.decode(worker.push({}, dict.fromkeys(drawn(0), 0.1))[0])
+    bad = good._replace(body=np.full(good.body.size // 4, np.inf, np.float32).view(np.uint8))
+    ((_, answer),) = server.handle(protocol.encode(bad), 0)
+    with pytest.raises(ServerRefused, match="server 0: in a push of worker 0, not all values are finite: has training"):
+        worker.receive(0, answer)
+    assert (simulation.parameters()["a"] == drawn(0)["a"]).all() and server.clock == 0
+
+
+@pytest.mark.parametrize(
+    ("rates", "error", "text"),
+    [
+        ({"lr": float("nan")}, ValueError, "lr must be finite and at least 0, got nan"),
+        ({"lr": -1.0}, ValueError, "lr must be finite and at least 0, got -1.0"),
+        ({"lr": "0.1"}, TypeError, "lr must be a number finite and at least 0, got '0.1'"),
+        ({"lr": 0.1, "weight_decay": -1}, ValueError, "weight_decay must be finite and at least 0, got -1"),
+    ],
+)
+def test_a_simulation_refuses_the_rates_that_sessions_refuse(rates, error, text):
+    simulation = Simulation(METHODS["asgd"](), drawn(0), 1)
+    with pytest.raises(error, match=text):
+        simulation.step(0, quadratic(drawn(1)), **rates)
+    assert (simulation.parameters()["a"] == drawn(0)["a"]).all() and simulation.workers[0].step == 0

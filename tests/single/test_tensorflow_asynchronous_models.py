@@ -254,7 +254,11 @@ def test_variables_of_keras_3_alone():
         (lambda: [tf.Variable(1.0, trainable=False)], ValueError, "got none"),
         (lambda: tf.Variable(1.0), TypeError, "got a single one; pass"),
         (lambda: [tf.Variable([1], name="counts")], TypeError, "counts:0: gradients must be .* got int32"),
-        (lambda: [tf.Variable(tf.zeros([3, 0]), name="empty")], ValueError, r"parameters, with elements; got .*empty"),
+        (
+            lambda: [tf.Variable(tf.zeros([3, 0]), name="empty")],
+            ValueError,
+            r"with elements; got .*empty.*: set requires",
+        ),
         (lambda: [np.zeros(3)], TypeError, "model must be a list of tf.Variable, got entries of type ndarray"),
         (lambda: 3, TypeError, "model must be a list of tf.Variable, got int"),
         (lambda: {"w": tf.Variable(1.0)}, TypeError, r"model must be .* got a dict: pass its \.values\(\)"),

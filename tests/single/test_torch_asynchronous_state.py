@@ -175,6 +175,11 @@ BAD_ARGUMENTS = [
         TypeError,
         r"model must be the model or \(name, parameter\) pairs, as from .*; got entries of type Parameter",
     ),
+    (
+        lambda join: join(nn.Sequential(nn.Linear(0, 4), nn.Linear(4, 4))),
+        ValueError,
+        r"there must be parameters, with elements; got \['0.weight'\]: set requires_grad=False",
+    ),
     (lambda join: join([("a", np.zeros(3))]), TypeError, "a: a parameter must be a torch.Tensor, got ndarray"),
     (lambda join: join(3), TypeError, r"model must be the model or model.named_parameters\(\), got int"),
     (
