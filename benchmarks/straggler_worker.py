@@ -31,7 +31,7 @@ def asynchronous(name, parameters, random, seconds):
         session.serve()
         return None
     optimizer = session.optimizer(lr=1e-3)
-    is_slow = session.rank == session.placement.workers[-1]
+    is_slow = session.rank == session.workers - 1
 
     def step():
         compute(parameters.values(), random, is_slow)

@@ -228,9 +228,14 @@ class DCTAsync(Method):
         check_choice("scope", self.scope, ("tensor",))
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class ASGD(Method):
-    """Asynchronous SGD, dense in both directions: the baseline."""
+    """Asynchronous SGD, the baseline: dense, unless `values`, `pull_values` or `pull_density` is set.
+
+    Args:
+        Others: Those of `Method`. `density` is 1.0, and `warmup` None.
+    """
 
     density: float = 1.0
 
@@ -248,9 +253,16 @@ class ASGD(Method):
             )
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class MSGD(ASGD):
-    """Momentum SGD on one worker, dense: the baseline of asynchronous methods."""
+    """Momentum SGD on one worker, the baseline: dense, unless `values`, `pull_values` or `pull_density` is set.
+
+    Args:
+        momentum: The momentum, in [0, 1).
+        nesterov: Whether it is Nesterov's.
+        Others: Those of `Method`. `density` is 1.0, and `warmup` None.
+    """
 
     momentum: float = 0.7
     nesterov: bool = False

@@ -21,7 +21,7 @@ from hvd_sparse.log import Logged
 from hvd_sparse.parameter_server.connection import Connection, Heartbeat, described, is_end
 from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import Method, checked_method
-from hvd_sparse.parameter_server.placement import Servers, place
+from hvd_sparse.parameter_server.placement import Roles, Servers, place
 from hvd_sparse.parameter_server.server import departures
 from hvd_sparse.parameter_server.serving import LocalServers
 from hvd_sparse.parameter_server.summary import of_all_workers, own_stats, summary
@@ -35,7 +35,7 @@ SHARE_EVERY = 10  # steps between two sends of buffers, whose bytes are a few pe
 _open: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # this process's sessions, by communicator
 
 
-class Session(Logged):
+class Session(Roles, Logged):
     """One rank's part in an asynchronous run, which starts from the first server's parameters and buffers.
 
     Args:
@@ -54,6 +54,7 @@ class Session(Logged):
     Raises:
         TypeError: `method` is not a method, or another argument has the wrong type.
         ValueError: An argument is out of range, or the model in `restore` is another one.
+        OSError: The file `restore` cannot be read.
         RuntimeError: A session is open on this communicator, or MPI lacks MPI_THREAD_MULTIPLE.
     """
 
@@ -78,7 +79,7 @@ class Session(Logged):
         if silence is not None:
             check_seconds("silence", silence)
         self.communicator = checked_communicator(communicator)
-        self.rank, self.method, self.overlap = self.communicator.Get_rank(), method, overlap
+        self._rank, self.method, self.overlap = self.communicator.Get_rank(), method, overlap
         self.placement = place(self.communicator.Get_size(), servers, threads)
         shapes = {name: np.shape(array) for name, array in parameters.items()}
         self.layout = ParameterLayout(shapes, method.min_numel, frozen, method.dense)
@@ -121,16 +122,6 @@ class Session(Logged):
         roles = {"worker": self.is_worker, "server": self.is_server}
         role = " and ".join(name for name, has in roles.items() if has)
         return f"<{type(self).__name__}, rank {self.rank} of {self.communicator.Get_size()}, {role}: {self.method}>"
-
-    @property
-    def is_server(self) -> bool:
-        """Whether this rank is a server."""
-        return self.rank in self.placement.servers
-
-    @property
-    def is_worker(self) -> bool:
-        """Whether this rank is a worker."""
-        return self.rank in self.placement.workers
 
     @property
     def worker(self) -> Worker:

@@ -15,8 +15,8 @@ Each worker has its own buffers: untrained floating-point weights, such as the m
 When a worker sends them, the first server moves its average by 1 / workers towards them; `global_variables` returns the
 average. Frozen layers do not change.
 
-Difference from the PyTorch twin: variables do not share memory with the worker, which stores float32 arrays and assigns
-changed variables. So 16-bit variables accumulate no rounding errors.
+Unlike float32 parameters of PyTorch on the CPU, variables do not share memory with the worker, which assigns those that
+have changed. In both, 16-bit parameters are float32 on the worker.
 """
 
 from collections.abc import Iterable
@@ -103,6 +103,7 @@ def connect(
         ValueError: An argument is out of range.
         TypeError: `method` is none of these, a variable is not floating-point, or an argument has the wrong type.
         TimeoutError: The servers do not answer.
+        OSError: The file `restore` cannot be read.
         RuntimeError: A session is open on this communicator, or MPI lacks MPI_THREAD_MULTIPLE.
         ImportError: mpi4py is not installed.
     """
@@ -115,10 +116,10 @@ class TensorFlowSession(Session):
 
     def __init__(self, model, method: Method, **options):
         self.tensors, self.buffers = trained_and_buffers(model)
-        arrays = {name: _as_array(variable) for name, variable in self.tensors.items()}
-        buffers = {name: _as_array(buffer) for name, buffer in self.buffers.items()}
+        arrays = {name: _as_float32(variable) for name, variable in self.tensors.items()}
+        buffers = {name: _as_float32(buffer) for name, buffer in self.buffers.items()}
         self.replaced: set[str] = set()  # variables that have the servers' parameters until the next step
-        frozen = map(_as_array, frozen_variables(model, {**self.tensors, **self.buffers}))
+        frozen = map(_as_float32, frozen_variables(model, {**self.tensors, **self.buffers}))
         super().__init__(arrays, checked_method(method, self.tensors.items()), buffers, frozen, **options)
         if self.is_worker:
             self._join({name: array.reshape(-1) for name, array in arrays.items()})
@@ -156,7 +157,7 @@ class TensorFlowSession(Session):
             RuntimeError: This rank is no worker, or has left the run.
         """
         if self.buffers:
-            self._share(flattened({name: _as_array(buffer) for name, buffer in self.buffers.items()}))
+            self._share(flattened({name: _as_float32(buffer) for name, buffer in self.buffers.items()}))
 
     def global_variables(self) -> dict[str, np.ndarray]:
         """Return the servers' parameters as they are now. A worker sends its buffers first, as by `share_buffers`.
@@ -200,7 +201,7 @@ class TensorFlowSession(Session):
 
     def _split(self, averages: np.ndarray) -> dict[str, np.ndarray]:
         """Return the buffers of a flat vector, by name; a buffer that rounds to its average, in float32, as it is."""
-        others = other_buffers(averages, {name: _as_array(buffer) for name, buffer in self.buffers.items()})
+        others = other_buffers(averages, {name: _as_float32(buffer) for name, buffer in self.buffers.items()})
         return {name: others.get(name, buffer.numpy()) for name, buffer in self.buffers.items()}
 
 
@@ -224,7 +225,9 @@ class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):
     """
 
     def __init__(self, session: TensorFlowSession, learning_rate, weight_decay: WeightDecay):
-        self.session, self.memory = session, WorkerFeedback(session)
+        self.session = session
+        object.__setattr__(self, "_feedback", WorkerFeedback(session))  # not tracked under this name:
+        self._track_trackable(self._feedback, name="memory")  # of checkpoints, and of states
         self.iterations = tf.Variable(0, trainable=False, dtype=tf.int64, name="iterations")
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self._names = {id(session.tensors[name]): name for name in session.worker.parameters}
@@ -297,7 +300,11 @@ class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):
         Returns:
             {"iterations": int, "method": its name, "memory": {variable: {"residual": float32[n], ...}}}, copies.
         """
-        return {"iterations": int(self.iterations), "method": self.session.method.name, "memory": self.memory.arrays()}
+        return {
+            "iterations": int(self.iterations),
+            "method": self.session.method.name,
+            "memory": self._feedback.arrays(),
+        }
 
     def load_state_dict(self, state: dict) -> None:
         """Take over what `state_dict` returned.
@@ -310,7 +317,7 @@ class AsynchronousOptimizer(tf.__internal__.tracking.AutoTrackable):
         """
         check_keys(state, ("iterations", "memory"))
         iterations = checked_integer("the state's iterations", state["iterations"], 0)
-        self.memory.load(state["memory"], state.get("method"))
+        self._feedback.load(state["memory"], state.get("method"))
         self.iterations.assign(iterations)
 
     def _step(self, names: list[str], *gradients: tf.Tensor) -> None:
@@ -364,7 +371,7 @@ def _like(variable: tf.Variable, array: np.ndarray) -> np.ndarray:
     return array.astype(variable.dtype.as_numpy_dtype).reshape(variable.shape)
 
 
-def _as_array(variable: tf.Variable) -> np.ndarray:
+def _as_float32(variable: tf.Variable) -> np.ndarray:
     """Return a copy of a variable, float32."""
     return np.array(variable.numpy(), np.float32)
 

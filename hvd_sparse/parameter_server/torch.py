@@ -94,6 +94,7 @@ def connect(
         ValueError: An argument is out of range.
         TypeError: `method` is none of these, or another argument has the wrong type.
         TimeoutError: The servers do not answer.
+        OSError: The file `restore` cannot be read.
         RuntimeError: A session is open on this communicator, or MPI lacks MPI_THREAD_MULTIPLE.
         ImportError: mpi4py is not installed.
     """
@@ -120,7 +121,7 @@ class TorchSession(Session):
         arrays = _as_arrays(self.tensors)
         self._sent = _as_arrays(self._buffers())  # the buffers that are averaged, as they were last sent
         method = checked_method(method, self.tensors.items())
-        super().__init__(arrays, method, self._sent, map(_as_array, self._frozen.values()), **options)
+        super().__init__(arrays, method, self._sent, map(_as_float32, self._frozen.values()), **options)
         if self.is_worker:
             self._join({name: array.reshape(-1) for name, array in arrays.items()})
 
@@ -319,7 +320,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
                 name = self._names[id(parameter)]
                 lr[name], weight_decay[name] = float(group["lr"]), float(group["weight_decay"])
                 if parameter.grad is not None:
-                    gradients[name] = _as_array(parameter.grad).reshape(-1)
+                    gradients[name] = _as_float32(parameter.grad).reshape(-1)
         self.session._note(self)
         self.session._push(gradients, lr, weight_decay)
         if self.session.worker.step % SHARE_EVERY == 0:
@@ -387,11 +388,11 @@ def _copy(value: Any) -> Any:
 
 
 def _as_arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Return tensors as `_as_array` does."""
-    return {name: _as_array(tensor) for name, tensor in tensors.items()}
+    """Return tensors as `_as_float32` does."""
+    return {name: _as_float32(tensor) for name, tensor in tensors.items()}
 
 
-def _as_array(tensor: torch.Tensor) -> np.ndarray:
+def _as_float32(tensor: torch.Tensor) -> np.ndarray:
     """Return a tensor as float32 on the CPU, in row-major order: its own memory where it is that already."""
     tensor = tensor.detach()
     if tensor.is_sparse:

@@ -37,7 +37,7 @@ def loss_of(model, images, labels, training):
 
 
 def train(session, model, images, labels, wrap):
-    random, steps = np.random.default_rng(session.rank), STEPS // len(session.placement.workers)
+    random, steps = np.random.default_rng(session.rank), STEPS // session.workers
     optimizer = session.optimizer(lambda step: 0.1 * (1.0 - step / steps), weight_decay=1e-4)
 
     @wrap

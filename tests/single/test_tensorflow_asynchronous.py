@@ -307,6 +307,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(means, name, settings, tmp_path)
     assert_same(resumed(means, tmp_path, range(7, 12), method, str(tmp_path / "server.npz")), whole)
 
 
+def test_the_names_in_a_checkpoint_are_those_of_earlier_versions(tmp_path):
+    found = {name for name, _ in tf.train.list_variables(saved("dgs", tmp_path)[1]) if name.startswith("optimizer/")}
+    names = {"optimizer/memory/.ATTRIBUTES/py_state", "optimizer/iterations/.ATTRIBUTES/VARIABLE_VALUE"}
+    assert found == names
+
+
 def saved(name, tmp_path):
     """Return a state of a method, and its file of a `tf.train.Checkpoint`."""
     with asynchronous.connect([tf.Variable(tf.zeros([5]), name="a")], make(name), **OPTIONS) as session:
@@ -338,7 +344,7 @@ def test_a_state_without_its_method_is_loaded(tmp_path):
         optimizer.load_state_dict(state)
         assert (session.worker.residual == 1.0).all()
         np.savez(file := io.BytesIO(), **{"residual/a": np.full(5, 2.0, np.float32)})
-        optimizer.memory.deserialize(file.getvalue())
+        optimizer._feedback.deserialize(file.getvalue())
         assert (session.worker.residual == 2.0).all()
 
 

@@ -353,6 +353,12 @@ def test_extra_state_is_in_the_global_state(join):
     assert fresh.version == {"format": [3]} and fresh.version["format"] is not model.version["format"]
 
 
+def test_a_session_tells_how_many_ranks_train_and_serve(join):
+    session = join(network(), threads=2)
+    assert (session.rank, session.workers, session.servers) == (0, 1, 1)
+    assert session.is_worker and session.is_server
+
+
 def test_named_parameters_in_place_of_a_model(join):
     model = network()
     session = join(model.named_parameters(), DGS(**SMALL))
