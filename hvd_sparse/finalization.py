@@ -7,6 +7,7 @@ works until they return.
 
 import functools
 import sys
+import threading
 import time
 import weakref
 
@@ -39,13 +40,13 @@ def _guard(mpi) -> None:
 def _wait(*_) -> None:
     """Return when nothing uses MPI any more, or when this process itself waits for the end of MPI."""
     _begun.append(True)
-    while _users and not _is_shutting_down():
+    while _users and not _is_own_end():
         time.sleep(NAP)
 
 
-def _is_shutting_down() -> bool:
-    """Return whether a thread is in `hvd.shutdown`, as at the interpreter's end: it waits for Horovod's thread."""
-    return any(
+def _is_own_end() -> bool:
+    """Return whether a user called MPI.Finalize, or a thread is in `hvd.shutdown`, as at the interpreter's end."""
+    return threading.current_thread() is threading.main_thread() or any(
         (frame.f_code.co_name, frame.f_globals.get("__name__")) == ("shutdown", "horovod.common.basics")
         for frame in sys._current_frames().values()
     )
