@@ -161,6 +161,9 @@ class SparseCompressor(Compressor):
     def _finish(self) -> None:
         self._refuse_changed()
         super()._finish()
+        if not self._overflowed:  # a loss scaler skips the optimizer's step after an overflow
+            # Here, not in `_end`: of several optimizers with one backward pass, the first steps before that.
+            self._optimizer_checks.after_reduction(self._parameters[name] for name in self._step.arrivals)
 
     def _refuse_changed(self) -> None:
         """Raise RuntimeError if a gradient has changed since it was compressed: the change would be lost.
@@ -190,19 +193,27 @@ class SparseCompressor(Compressor):
 
     def _refuse_unreduced(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError if an optimizer trains a parameter whose gradients Horovod does not reduce."""
-        missing = [name for name in self._parameters if name not in self._step.arrivals]
-        reduced = set(map(id, getattr(optimizer, "_requires_update", ())))
-        if not missing or not reduced:
+        reduced = getattr(optimizer, "_requires_update", ())
+        own = (one for group in optimizer.param_groups for one in group["params"]) if reduced else ()
+        for one in own:
+            if one not in reduced and one.requires_grad and one.grad is not None:
+                self._refuse_alone(one, getattr(optimizer, "_parameter_names", {}).get(one))
+
+    def _refuse_alone(self, parameter: torch.Tensor, called: str | None) -> None:
+        """Raise RuntimeError for a parameter that its optimizer does not reduce, unless another one does in this step.
+
+        called: its name in the optimizer, if it has one.
+        """
+        name = next((name for name, one in self._parameters.items() if one is parameter), None)
+        if name in self._step.arrivals:
             return
-        own = (one for group in optimizer.param_groups for one in group["params"])
-        trained = {id(one) for one in own if one.requires_grad and one.grad is not None}
-        alone = [name for name in missing if id(self._parameters[name]) in trained - reduced]
-        if alone:
-            raise RuntimeError(
-                f"hvd_sparse: Horovod does not reduce the gradient of {alone[0]}, and each rank would train it alone: "
-                "it was added by add_param_group, or unfrozen, after hvd.DistributedOptimizer was built. Build it with "
-                "all parameters, while all of them train, and freeze some afterwards"
-            )
+        which = name or called or f"a parameter of shape {tuple(parameter.shape)}"
+        lacks = "" if name else ". The compressor lacks it, too: build that from all parameters that will ever train"
+        raise RuntimeError(
+            f"hvd_sparse: Horovod does not reduce the gradient of {which}, and each rank would train it alone: "
+            "it was added by add_param_group, or unfrozen, after hvd.DistributedOptimizer was built. Build it with "
+            f"all parameters, while all of them train, and freeze some afterwards{lacks}"
+        )
 
     def _is_replaced(self, arrival: Arrival) -> bool:
         """Return whether the parameter has another gradient now. A sparse one was copied before it was passed here."""
@@ -240,8 +251,6 @@ class SparseCompressor(Compressor):
 
     def _end(self) -> None:
         self._references.clear()
-        if not self._overflowed:  # a loss scaler skips the optimizer's step after an overflow
-            self._optimizer_checks.after_reduction(self._parameters[name] for name in self._step.arrivals)
         super()._end()
 
     def _units(self) -> Units:

@@ -378,25 +378,3 @@ def test_horovod_initialised_again_in_the_middle_of_the_check_is_an_error_not_a_
     if is_last:
         Compression.gradient_dropping(parameters.items(), density=0.1)
     assert_alive()
-
-
-@pytest.mark.parametrize("late", ["added", "unfrozen"])
-def test_what_horovod_does_not_reduce_is_refused(late):
-    """Each rank would train it alone. What has no gradient, or is frozen, is left in peace."""
-    parameters = make_parameters({"early": (2000,), "late": (30,)})
-    early, other = parameters["early"], parameters["late"]
-    compression = Compression.gradient_dropping(parameters.items(), density=0.05)
-    optimizer = torch.optim.SGD([early] if late == "added" else [early, other], lr=0.1)
-    other.requires_grad_(late == "added")
-    optimizer = distributed(parameters, compression, optimizer=optimizer)
-    if late == "added":
-        optimizer.add_param_group({"params": [other]})
-    for _ in range(2):
-        (early.sum() * 1.0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    other.requires_grad_(True)
-    (early.sum() + other.sum()).backward()
-    with pytest.raises(RuntimeError, match="does not reduce the gradient of late, and each rank would train it alone"):
-        optimizer.step()
-    assert_alive()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gradients import SHAPES, draw
-from helpers import alone_as_elastic, assert_alive, backward, distributed, make_parameters, step
+from helpers import alone_as_elastic, assert_alive, assert_ranks_agree, backward, distributed, make_parameters, step
 
 from hvd_sparse.torch import Compression
 from hvd_sparse.torch.parameters import Parameters
@@ -206,6 +206,27 @@ def test_a_compression_that_optimizers_use_in_turn_is_warned_of_once(in_turn):
             step(optimizers[number], (first, second)[number], draw(SHAPES, t, hvd.rank()))
     told = [str(one.message).split(":")[1] for one in caught]
     assert told == [" several optimizers use one compressor"] * in_turn
+
+
+def test_one_backward_pass_may_serve_two_optimizers():
+    """Of one compressor: nothing is wrong, and nothing is warned of. The first steps while the other's wait."""
+    one, two = make_parameters(), {f"two.{name}": value for name, value in make_parameters(seed=2).items()}
+    both = {**one, **two}
+    with alone_as_elastic():
+        compression = sparse(both)
+    optimizers = [distributed(one, compression), distributed(two, compression)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for t in range(3):
+            gradients = draw(SHAPES, t, hvd.rank())
+            backward(both, {**gradients, **{f"two.{name}": value for name, value in gradients.items()}})
+            for optimizer in optimizers[:: -1 if t == 2 else 1]:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    assert not [str(one.message) for one in caught]
+    assert compression.stats()["steps"] == 3
+    assert_ranks_agree(both)
 
 
 @pytest.mark.parametrize("loop", ["frozen", "discarded", "reset"])
