@@ -41,7 +41,8 @@ WEAK_DECAY = (
     "hvd_sparse: weight_decay={:g} of SGD does not pass through the momentum of {}, which Compression.{} has: it is "
     "{:.3g} times as weak as in dense training. Give the weight decay to the compressor, and set SGD's to 0"
 )
-_checks: "weakref.WeakSet[OptimizerChecks]" = weakref.WeakSet()
+_all: "weakref.WeakSet[OptimizerChecks]" = weakref.WeakSet()
+_checks: "weakref.WeakSet[OptimizerChecks]" = weakref.WeakSet()  # of these, the last one for each parameter
 
 
 class OptimizerChecks:
@@ -66,6 +67,8 @@ class OptimizerChecks:
         self._has_told = self._has_told_of_unused = False
         self._needs_scale = algorithm.replaces_optimizer or not is_always_dense(algorithm.schedule)
         self.further: Callable[[], Callable[[], None] | None] = lambda: None  # a weak reference to one more check
+        self.own_loop: Callable[[torch.optim.Optimizer, set[int]], None] | None = None  # one for reduce_gradients()
+        _all.add(self)
         self._replace_others()
         _watch_optimizers()
 
@@ -96,6 +99,8 @@ class OptimizerChecks:
             return
         if further := self.further():
             further()
+        if self.own_loop is not None and not runs_closure:
+            self.own_loop(optimizer, own)
         has_reduced = bool(self._due & own)  # else the scale of its last step says nothing of this one
         self._due -= own
         self._stepped |= own
@@ -162,6 +167,11 @@ class OptimizerChecks:
             warn(WEAK_DECAY.format(decay, inner, name, 1.0 / (1.0 - inner)))
         if outer > 0.0 or decay > 0.0:
             self._told.add(optimizer)
+
+
+def has_a_compressor(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter belongs to any compressor."""
+    return any(id(parameter) in checks._ids for checks in tuple(_all))
 
 
 def have_gradients(parameters: Iterable[torch.Tensor]) -> bool:

@@ -9,6 +9,7 @@ import torch
 from hvd_sparse.announcement import MOST_RANKS
 from hvd_sparse.checks import some
 from hvd_sparse.torch.compressor import Compressor
+from hvd_sparse.torch.own_loop_checks import OwnLoopChecks
 
 TWO_REDUCTIONS = (
     "hvd_sparse: two calls of reduce_gradients() without an optimizer step between them: the second compresses "
@@ -24,7 +25,7 @@ SPARSE = (
 class OwnLoop(Compressor):
     """The part of a DDPCompressor that reduces the gradients of a loop without DistributedDataParallel."""
 
-    _is_own_loop = False  # whether reduce_gradients was called
+    _own_loop: OwnLoopChecks | None = None  # once reduce_gradients was called
     _used: set[str]  # parameters with a gradient on this rank
 
     @torch.no_grad()
@@ -59,7 +60,7 @@ class OwnLoop(Compressor):
                 self._check_configuration()
             start = perf_counter()
             names = self._with_gradients()
-            waited, self._is_own_loop = perf_counter() - start, True
+            waited, checks = perf_counter() - start, self._start_own_loop()
             with self._traffic.timed("compress"):
                 self._open_step()
                 self._traffic.count(payload_bytes=8 * len(self._parameters), exchange=waited)
@@ -69,10 +70,18 @@ class OwnLoop(Compressor):
                 for own in by_dtype.values():
                     self._take_own(own)
             self._deliver()
+            checks.after_reduction(self._parameters[name] for name in names)
+
+    def _start_own_loop(self) -> OwnLoopChecks:
+        """Return the checks of a loop that reduces its gradients itself, made at the first call."""
+        if self._own_loop is None:
+            self._own_loop = OwnLoopChecks(self._parameters.values(), self._exchange.collectives)
+            self._optimizer_checks.own_loop = self._own_loop.before_step
+        return self._own_loop
 
     def _refuse_own_loop(self) -> None:
         """Raise ValueError if reduce_gradients was called: its step numbers and residuals are those of that loop."""
-        if self._is_own_loop:
+        if self._own_loop is not None:
             raise ValueError(
                 "this compressor reduces gradients by reduce_gradients() already: build a new one for the model, "
                 f"Compression.{self.algorithm.name}(model.named_parameters(), ...)"

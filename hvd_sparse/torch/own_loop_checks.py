@@ -1,0 +1,76 @@
+"""Finds steps of an optimizer that apply gradients which reduce_gradients() has not reduced."""
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+
+from hvd_sparse.frames import warn
+from hvd_sparse.torch.collectives import Collectives
+from hvd_sparse.torch.optimizer_checks import has_a_compressor, have_gradients
+
+NOT_REDUCED = (
+    "hvd_sparse: an optimizer steps with gradients that reduce_gradients() has not reduced, as it had before earlier "
+    "steps: each rank applies its own, and their weights drift apart. Call it before every step of the optimizer"
+)
+ALONE = (
+    "hvd_sparse: the optimizer also trains a parameter of shape {}, which no compressor reduces: each rank trains it "
+    "alone. Build the compressor from all parameters of the optimizer; those in its argument dense are not compressed. "
+    "If something else reduces it, all is well"
+)
+
+
+class OwnLoopChecks:
+    """Checks the optimizers of a compressor whose reduce_gradients() is called.
+
+    Args:
+        parameters: The compressor's parameters.
+        collectives: Those of the compressor.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], collectives: Collectives):
+        self._by_id, self._collectives = {id(one): one for one in parameters}, collectives
+        self._reduced: set[int] = set()  # parameters with a reduced gradient that no optimizer has stepped with yet
+        self._applied: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # optimizer: a gradient, its version
+        self._told: set[str] = set()
+
+    def after_reduction(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note that these have reduced gradients."""
+        self._reduced |= set(map(id, parameters))
+
+    def before_step(self, optimizer: torch.optim.Optimizer, own: set[int]) -> None:
+        """Warn once of gradients that were not reduced, where earlier ones were; own: parameters of the compressor.
+
+        An optimizer around another one makes two steps with the same gradients. One that has never stepped with reduced
+        gradients may be the inner one of local SGD.
+        """
+        if self._reduced & own:
+            self._reduced -= own
+            self._applied[optimizer] = self._first_gradient(own)
+            self._warn_of_others(optimizer, own)
+        elif (before := self._applied.get(optimizer)) and NOT_REDUCED not in self._told:
+            is_new = self._first_gradient(own) not in (before, None)
+            if is_new and have_gradients(self._by_id[one] for one in own):
+                self._warn(NOT_REDUCED, NOT_REDUCED)
+
+    def _first_gradient(self, own: set[int]) -> tuple[weakref.ref, int] | None:
+        """Return the gradient of the first of these parameters that has one, and the number of its changes."""
+        gradient = next((one.grad for key, one in self._by_id.items() if key in own and one.grad is not None), None)
+        if gradient is None:
+            return None
+        return weakref.ref(gradient), 0 if gradient.is_inference() else gradient._version
+
+    def _warn_of_others(self, optimizer: torch.optim.Optimizer, own: set[int]) -> None:
+        """Warn once if an optimizer trains a parameter that belongs to no compressor."""
+        if ALONE in self._told or sum(len(group["params"]) for group in optimizer.param_groups) == len(own):
+            return
+        others = (one for group in optimizer.param_groups for one in group["params"] if id(one) not in own)
+        alone = next((one for one in others if one.grad is not None and not has_a_compressor(one)), None)
+        if alone is not None:
+            self._warn(ALONE, ALONE.format(tuple(alone.shape)))
+
+    def _warn(self, kind: str, message: str) -> None:
+        """Warn of this kind once, on the first of several ranks."""
+        self._told.add(kind)
+        if self._collectives.size() > 1 and self._collectives.is_first():
+            warn(message)
