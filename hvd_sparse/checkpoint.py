@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from hvd_sparse.checks import checked_integer
+from hvd_sparse.checks import checked_integer, some_ranks
 
 VERSION = 2
 SPAN = 1 << 20  # elements that are summed, or shared out, at a time: float64 needs several arrays for them
@@ -347,4 +347,8 @@ def refused(check: Callable[[], None]) -> str:
 
 def refusal(reasons: Sequence[str]) -> str:
     """Return the error message of all ranks if any cannot load its state; an empty string if all can."""
-    return "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+    groups: dict[str, list[int]] = {}
+    for rank, reason in enumerate(reasons):
+        if reason:
+            groups.setdefault(reason, []).append(rank)
+    return "; ".join(f"{some_ranks(ranks)}: {reason}" for reason, ranks in groups.items())

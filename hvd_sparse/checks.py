@@ -93,3 +93,16 @@ def some(texts: Sequence[str]) -> str:
     """Return the first texts for an error message, and how many more there are."""
     more = f" and {len(texts) - MOST_SHOWN} more" if len(texts) > MOST_SHOWN else ""
     return ", ".join(texts[:MOST_SHOWN]) + more if texts else "nothing"
+
+
+def some_ranks(ranks: Sequence[int]) -> str:
+    """Return ascending ranks for an error message, such as "ranks 0, 2, 4 to 7"; of many, the first and a number."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs[:MOST_SHOWN]]
+    left = sum(map(len, runs[MOST_SHOWN:]))
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}{f' and {left} more' if left else ''}"

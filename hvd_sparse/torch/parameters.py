@@ -107,8 +107,9 @@ class Parameters(Mapping[str, torch.nn.Parameter]):
             )
         raise ValueError(
             f"a gradient of shape {tuple(gradient.shape)}, {gradient.dtype}, belongs to none of the {len(self)} "
-            "parameters that this compressor was built with. Build it from the optimizer's own named_parameters: "
-            "Compression.dgc(model.named_parameters(), ...). Those in its argument dense are not compressed"
+            "parameters that this compressor was built with: the model, or a layer, may have been made anew after it. "
+            "Build it from the optimizer's own named_parameters: Compression.dgc(model.named_parameters(), ...). Those "
+            "in its argument dense are not compressed"
         )
 
 

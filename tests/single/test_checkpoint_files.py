@@ -164,3 +164,27 @@ def test_a_sum_that_grows_beyond_float32_stays_finite():
     assert np.isfinite(shares).all()
     largest = float(np.finfo(np.float32).max)
     assert np.array_equal(sum(share.astype(np.float64) for share in shares), [largest, 2.0, -largest])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([0], "rank 0"),
+        ([63], "rank 63"),
+        ([0, 1], "ranks 0, 1"),
+        ([0, 1, 2], "ranks 0 to 2"),
+        (range(64), "ranks 0 to 63"),
+        ([1, 3, 5, 6, 7], "ranks 1, 3, 5 to 7"),
+        ([0, 2, 3, 9, 11, 12, 13], "ranks 0, 2, 3, 9 and 3 more"),
+        (range(1, 4096, 2), "ranks 1, 3, 5 and 2045 more"),
+    ],
+)
+def test_ranks_with_one_reason_are_named_together(ranks, text):
+    reasons = ["too old" if rank in ranks else "" for rank in range(ranks[-1] + 2)]
+    assert checkpoint.refusal(reasons) == f"{text}: too old"
+
+
+def test_each_reason_is_given_once():
+    reasons = ["", "too old", "too new", "too old", ""]
+    assert checkpoint.refusal(reasons) == "ranks 1, 3: too old; rank 2: too new"
+    assert checkpoint.refusal(["", ""]) == ""
