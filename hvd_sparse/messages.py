@@ -31,3 +31,14 @@ def two_momenta(outer: float, name: str, inner: float) -> str:
         f"hvd_sparse: the optimizer has momentum (or beta1) {outer:g} and Compression.{name} has momentum={inner:g}: "
         "both are applied. Set the optimizer's to 0: momentum must be applied before the selection, by the compressor"
     )
+
+
+def clips_late(option: str, algorithm, off: str) -> str:
+    """Return the warning for a bound that clips what has been reduced. option: its name. off: how to turn it off."""
+    remedy = f"Compression.{algorithm.name} has no clip_norm: try a larger bound than for dense training"
+    if hasattr(algorithm, "clip_norm"):
+        remedy = f"Set {off}, and use clip_norm of Compression.{algorithm.name}"
+    return (
+        f"hvd_sparse: {option} clips the reduced gradient: what that removes is lost, because it has left the "
+        f"residual. {remedy}"
+    )

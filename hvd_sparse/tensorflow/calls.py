@@ -14,13 +14,14 @@ import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.frames import frames, local, warn
-from hvd_sparse.messages import two_momenta
+from hvd_sparse.messages import clips_late, two_momenta
 from hvd_sparse.schedule import is_always_dense
 from hvd_sparse.tensorflow.codecs.base import Arrival, Round
 from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.variables import Variables
 from hvd_sparse.units import REDUCTIONS
 
+CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")  # of Keras' optimizers
 SCALER_V1 = tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer
 NOT_SCALED = (
     "hvd_sparse: a loss scaler multiplies the gradients, and compression.loss_scale was never set: residuals, "
@@ -213,16 +214,20 @@ def check_call(call: Call, exchange: Exchange) -> None:
 
 
 def check_optimizer(call: Call, algorithm: Algorithm, exchange: Exchange, is_scaled: bool) -> None:
-    """Refuse a loss scaler whose scale is not known; warn of a second momentum, and of accumulated gradients.
+    """Refuse a loss scaler whose scale is not known; warn of a second momentum, clipping and accumulated gradients.
 
     is_scaled: whether the compressor's loss_scale was set.
     """
     applier = getattr(call.applier, "inner_optimizer", call.applier)  # of a loss scaler
     inner = algorithm.local_momentum
-    outer = _momentum_of(call.optimizer or applier) if inner > 0.0 else 0.0
+    settings = _settings_of(call.optimizer or applier)
+    outer = settings.get("momentum", settings.get("beta_1", 0.0)) if inner > 0.0 else 0.0
     if outer > 0.0 and exchange.rank() == 0:
         warn(two_momenta(outer, algorithm.name, inner))
     has_no_effect = is_always_dense(algorithm.schedule) and not algorithm.replaces_optimizer
+    option = next((name for name in CLIPPING if name in settings), None)
+    if option and not has_no_effect and exchange.rank() == 0:
+        warn(clips_late(f"{option}={settings[option]:g} of the optimizer", algorithm, off="it to None"))
     scales = hasattr(call.applier, "dynamic_growth_steps") or getattr(call.applier, "loss_scale_factor", None)
     if scales and not is_scaled and not has_no_effect:
         raise RuntimeError(NOT_SCALED)
@@ -235,19 +240,18 @@ def check_optimizer(call: Call, algorithm: Algorithm, exchange: Exchange, is_sca
         )
 
 
-def _momentum_of(optimizer) -> float:
-    """Return the momentum, or beta1, of Horovod's optimizer around one of Keras or TensorFlow 1; 0 without one."""
+def _settings_of(optimizer) -> dict[str, float]:
+    """Return momentum, or beta_1, and clipping of Horovod's optimizer around one of Keras or TensorFlow 1: numbers."""
     if hasattr(optimizer, "get_config"):
         config = {}
         with tf.init_scope(), contextlib.suppress(Exception):  # a hyperparameter may be a variable; a schedule of the
             config = optimizer.get_config()  # user's need not have a configuration
-        found = config.get("momentum", config.get("beta_1"))
-        if not config:
-            found = getattr(optimizer, "momentum", getattr(optimizer, "beta_1", None))
+        names = ("momentum", "beta_1", *CLIPPING)
+        found = config or {name: getattr(optimizer, name, None) for name in names}
     else:
         inner = getattr(optimizer, "_optimizer", None)
-        found = getattr(inner, "_momentum", getattr(inner, "_beta1", None))
-    return float(found) if isinstance(found, Real) else 0.0
+        found = {"momentum": getattr(inner, "_momentum", None), "beta_1": getattr(inner, "_beta1", None)}
+    return {name: float(value) for name, value in found.items() if isinstance(value, Real)}
 
 
 def warn_of_twins(call: Call, variables: Variables) -> None:

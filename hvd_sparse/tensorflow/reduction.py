@@ -1,11 +1,11 @@
 """Reduces gradients that are computed already, such as sums over micro-batches."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvd_sparse.tensorflow.variables import unwrapped
+from hvd_sparse.tensorflow.variables import resolve, unwrapped
 
 
 def reduce_gradients(gradients: Iterable, variables: Iterable, **options) -> list:
@@ -24,9 +24,11 @@ def reduce_gradients(gradients: Iterable, variables: Iterable, **options) -> lis
         The reduced gradients in the same order, None where there was none.
 
     Raises:
+        TypeError: One of the two is no list, or has entries of another type.
         ValueError: Gradients and variables do not fit; what the compressor refuses, see `SparseCompressor`.
     """
-    gradients, variables = list(gradients), [unwrapped(variable) for variable in variables]
+    variables = _listed_variables(variables)
+    gradients = _listed_gradients(gradients)
     if len(gradients) != len(variables):
         raise ValueError(
             f"gradients must have an entry for each of the {len(variables)} variables, got {len(gradients)} entries"
@@ -54,3 +56,33 @@ def reduce_gradients(gradients: Iterable, variables: Iterable, **options) -> lis
     reduced = tape.gradient(targets, sources, output_gradients=[given[place] for place in once.values()])
     found = dict(zip(once, reduced, strict=True))
     return [found[variables[place].ref()] if place in given else None for place in range(len(variables))]
+
+
+def _listed_variables(variables) -> list[tf.Variable]:
+    """Return the variables, those of Keras 3 unwrapped; TypeError if they are none."""
+    listed = [unwrapped(variable) for variable in resolve(variables, "variables")]
+    for place, variable in enumerate(listed):
+        if not isinstance(variable, tf.Variable):
+            raise TypeError(
+                f"variables[{place}] must be a tf.Variable, got {type(variable).__name__}: the gradients come first, "
+                "reduce_gradients(gradients, variables, compression=compression)"
+            )
+    return listed
+
+
+def _listed_gradients(gradients) -> list:
+    """Return the gradients; TypeError if they are no list of tensors."""
+    is_one = hasattr(gradients, "dtype")
+    if is_one or isinstance(gradients, Mapping) or not isinstance(gradients, Iterable):
+        raise TypeError(
+            f"gradients must be a list with a tensor or None for each variable, got {type(gradients).__name__}: pass "
+            f"{'[gradient]' if is_one else '[gradients[name] for ...] in the order of variables'}"
+        )
+    listed = list(gradients)
+    for place, gradient in enumerate(listed):
+        if gradient is not None and not (hasattr(gradient, "shape") and hasattr(gradient, "dtype")):
+            raise TypeError(
+                f"gradients[{place}] must be a tensor or None, got {type(gradient).__name__}: pass gradients and "
+                "variables as two lists"
+            )
+    return listed

@@ -6,6 +6,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_sparse.frames import warn
+from hvd_sparse.messages import clips_late
 from hvd_sparse.torch.compressor import Scale
 from hvd_sparse.torch.ddp import DDPCompressor
 
@@ -14,9 +15,6 @@ Make = Callable[[Iterable[tuple[str, torch.nn.Parameter]]], DDPCompressor]
 NOT_WRAPPED = (
     "hvd_sparse: {} does not wrap a single process's model in DistributedDataParallel: nothing is compressed, and "
     "momentum, weight_decay and clip_norm of the compressor are not applied. Give them to the optimizer for such a run"
-)
-CLIPS_LATE = (
-    "hvd_sparse: {} clips the reduced gradient: what that removes is lost, because it has left the residual. {}"
 )
 
 
@@ -55,10 +53,5 @@ def attach(make: Make, model: DistributedDataParallel, scaler: Scale | None) -> 
 
 def warn_of_clipping(compression: DDPCompressor, option: str, bound: float | None, off: str) -> None:
     """Warn if a trainer clips the reduced gradient. option: the name of its bound. off: how to turn it off."""
-    if not bound:
-        return
-    name = compression.algorithm.name
-    remedy = f"Compression.{name} has no clip_norm: try a larger bound than for dense training"
-    if hasattr(compression.algorithm, "clip_norm"):
-        remedy = f"Set {off}, and use clip_norm of Compression.{name}"
-    warn(CLIPS_LATE.format(option, remedy))
+    if bound:
+        warn(clips_late(option, compression.algorithm, off))

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from contextlib import nullcontext
 
 import horovod.tensorflow as hvd
@@ -300,6 +301,42 @@ def test_second_momentum_warns(which, passes):
             fit(model)
     else:
         fit(model)
+
+
+CLIPPING = {
+    "new": lambda: (tf.keras.optimizers.SGD(0.1, clipnorm=1.0), "clipnorm=1"),
+    "legacy": lambda: (tf.keras.optimizers.legacy.Adam(0.1, global_clipnorm=2.5), "global_clipnorm=2.5"),
+    "value": lambda: (tf.keras.optimizers.SGD(0.1, clipvalue=0.5), "clipvalue=0.5"),
+    "none": lambda: (tf.keras.optimizers.SGD(0.1), ""),
+}
+
+
+@needs_two
+@pytest.mark.parametrize(
+    ("method", "which", "density"),
+    [
+        ("dgc", "new", 0.05),
+        ("gradient_dropping", "legacy", 0.05),
+        ("gradient_dropping", "value", 1.0),
+        ("dgc", "value", 1.0),
+        ("dgc", "none", 0.05),
+    ],
+)
+def test_clipping_of_the_reduced_gradient_is_warned_of(method, which, density):
+    """Where all is sent dense, without a momentum before, it is as in dense training."""
+    variable = tf.Variable(tf.ones([20, 30]))
+    compression = getattr(Compression, method)([variable], density, min_numel=60)
+    inner, said = CLIPPING[which]()
+    optimizer = hvd_keras.DistributedOptimizer(inner, compression=compression)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.minimize(lambda: tf.reduce_sum(variable**2), [variable])
+    told = [str(one.message) for one in caught if "clips the reduced gradient" in str(one.message)]
+    lost = which != "none" and (method == "dgc" or density < 1.0)
+    assert len(told) == (lost and hvd.rank() == 0)
+    remedy = "and use clip_norm of Compression.dgc" if method == "dgc" else "has no clip_norm: try a larger bound"
+    assert all(f"{said} of the optimizer" in one and remedy in one for one in told)
 
 
 @needs_two

@@ -89,6 +89,32 @@ def test_what_does_not_fit_is_refused():
     assert_alive()
 
 
+def test_arguments_of_another_type_are_refused():
+    """Such as pairs, which Keras' optimizers take, and arguments in the other order."""
+    variables = [tf.Variable(tf.zeros([3])), tf.Variable(tf.zeros([4, 2]))]
+    gradients = [tf.zeros([3]), tf.zeros([4, 2])]
+    named = dict(zip(["one", "two"], gradients, strict=True))
+    wrong = {
+        r"variables\[0\] must be a tf\.Variable, got EagerTensor: the gradients come first": (variables, gradients),
+        r"variables must be a list of variables, got a single one": (gradients, variables[0]),
+        r"variables must be a list of tf\.Variable, got a dict: pass its \.values\(\)": (
+            gradients,
+            {"one": variables[0]},
+        ),
+        r"variables must be a list of tf\.Variable, got NoneType": (gradients, None),
+        r"gradients must be a list .*, got dict: pass \[gradients\[name\] for .* in the order of": (named, variables),
+        r"gradients must be a list .*, got EagerTensor: pass \[gradient\]": (gradients[0], variables[:1]),
+        r"gradients must be a list .*, got NoneType": (None, variables),
+        r"gradients\[0\] must be a tensor or None, got tuple: pass gradients and variables as two lists": (
+            zip(gradients, variables, strict=True),
+            variables,
+        ),
+    }
+    for message, arguments in wrong.items():
+        with pytest.raises(TypeError, match=message):
+            reduce_gradients(*arguments)
+
+
 @several
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_variable_that_is_listed_twice_is_reduced_once(compressed):
