@@ -265,6 +265,20 @@ PYTHON = [
         "torch test_training_loops discarded",
     ),
     (
+        "a step without reduce_gradients is not noticed",
+        "hvd_sparse/torch/own_loop_checks.py",
+        "is_new = self._first_gradient(own) not in (before, None)",
+        "is_new = False",
+        "ddp test_own_loop_checks without_a_call",
+    ),
+    (
+        "weights that differ at first are not noticed",
+        "hvd_sparse/torch/weights_check.py",
+        "values[trains].unique().numel() > 1",
+        "values[trains].unique().numel() > 2",
+        "torch test_weights_check first_parameter",
+    ),
+    (
         "what Horovod does not reduce is not noticed",
         "hvd_sparse/torch/compression.py",
         "if one not in reduced and one.requires_grad",

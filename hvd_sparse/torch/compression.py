@@ -25,6 +25,7 @@ from hvd_sparse.torch.in_flight import extra_reference
 from hvd_sparse.torch.optimizer_checks import DISCARDED, have_gradients
 from hvd_sparse.torch.parameters import NamedParameters
 from hvd_sparse.torch.tokens import reduction_scale
+from hvd_sparse.torch.weights_check import WeightsCheck
 from hvd_sparse.units import REDUCTION_UNKNOWN, REDUCTIONS, Units, reduction_differs
 
 REDUCE_FIRST = (
@@ -67,6 +68,7 @@ class SparseCompressor(Compressor):
         self._optimizers = SharedUse()
         _compressors.add(self)
         self._start_check()
+        self._weights_check = WeightsCheck(self._parameters, self._collectives)
         self._has_warned_of_sparse = False
         if algorithm.replaces_optimizer and self._collectives.is_alone():
             warn(not_called(algorithm.name))
@@ -148,6 +150,10 @@ class SparseCompressor(Compressor):
             "import Compression"
         )
 
+    def _check_configuration(self) -> None:
+        super()._check_configuration()
+        self._weights_check.start()
+
     def _start_all_checks(self) -> None:
         """Start comparing settings of all compressors at once: their first uses may come in any order."""
         self._check_optimizer()
@@ -161,6 +167,7 @@ class SparseCompressor(Compressor):
     def _finish(self) -> None:
         self._refuse_changed()
         super()._finish()
+        self._weights_check.finish()
         if not self._overflowed:  # a loss scaler skips the optimizer's step after an overflow
             # Here, not in `_end`: of several optimizers with one backward pass, the first steps before that.
             self._optimizer_checks.after_reduction(self._parameters[name] for name in self._step.arrivals)

@@ -95,7 +95,8 @@ def test_a_hierarchical_exchange_counts_all_that_it_hands_to_horovod(method, ran
         call = getattr(HorovodCollectives, name)
 
         def wrapper(collectives, title, tensor, *more, **options):
-            handed.append(bytes_of(collectives, tensor, *more))
+            if title != "weights.digest":  # a check before the first step is none of a step's messages
+                handed.append(bytes_of(collectives, tensor, *more))
             return call(collectives, title, tensor, *more, **options)
 
         monkeypatch.setattr(HorovodCollectives, name, wrapper)
