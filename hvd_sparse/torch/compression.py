@@ -150,10 +150,6 @@ class SparseCompressor(Compressor):
             "import Compression"
         )
 
-    def _check_configuration(self) -> None:
-        super()._check_configuration()
-        self._weights_check.start()
-
     def _start_all_checks(self) -> None:
         """Start comparing settings of all compressors at once: their first uses may come in any order."""
         self._check_optimizer()
@@ -167,7 +163,7 @@ class SparseCompressor(Compressor):
     def _finish(self) -> None:
         self._refuse_changed()
         super()._finish()
-        self._weights_check.finish()
+        self._weights_check.compare()  # all ranks are in this step, and no optimizer has stepped
         if not self._overflowed:  # a loss scaler skips the optimizer's step after an overflow
             # Here, not in `_end`: of several optimizers with one backward pass, the first steps before that.
             self._optimizer_checks.after_reduction(self._parameters[name] for name in self._step.arrivals)

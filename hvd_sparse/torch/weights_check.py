@@ -1,4 +1,4 @@
-"""Tells before the first step if the ranks' weights differ, as each rank would train a model of its own."""
+"""Tells in the first step if the ranks' weights differ, as each rank would train a model of its own."""
 
 import hashlib
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from hvd_sparse.frames import warn
-from hvd_sparse.torch.collectives import Collectives, Handle
+from hvd_sparse.torch.collectives import Collectives
 
 DIFFER = (
     "hvd_sparse: the ranks' weights differ before the first step, the first ones in {}: each rank trains another "
@@ -26,26 +26,15 @@ class WeightsCheck:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], collectives: Collectives):
         self._parameters, self._collectives = parameters, collectives
-        self._has_started = False
-        self._started: tuple[torch.Tensor, Handle, object] | None = None  # the sums, their digests, the incarnation
+        self._is_done = False
 
-    def start(self) -> None:
-        """Start comparing. Ranks may begin the first steps of several compressors in any order: nothing waits here."""
-        if self._has_started or self._collectives.is_elastic():
+    def compare(self) -> None:
+        """Warn on the first rank if weights differ, naming a parameter; where all ranks are in the same first step."""
+        if self._is_done or self._collectives.is_elastic():
             return
-        self._has_started, own = True, _sums(self._parameters)
+        self._is_done, own, size = True, _sums(self._parameters), self._collectives.size()
         digest = torch.frombuffer(bytearray(hashlib.sha256(own.numpy().tobytes()).digest()), dtype=torch.int64)
-        self._started = own, self._collectives.gather("weights.digest", digest), self._collectives.incarnation()
-
-    def finish(self) -> None:
-        """Warn on the first rank if weights differ, naming a parameter: where each rank ends the same step."""
-        if self._started is None:
-            return
-        (own, handle, incarnation), self._started = self._started, None
-        if incarnation is not self._collectives.incarnation():
-            return
-        size = self._collectives.size()
-        digests = handle.wait().view(size, -1)
+        digests = self._collectives.gather("weights.digest", digest).wait().view(size, -1)
         if bool((digests == digests[0]).all()):
             return
         sums, differ = self._collectives.gather("weights.sums", own).wait().view(size, 2, -1), set()
