@@ -210,18 +210,6 @@ class Scaled(torch.nn.Module):
 
 
 @several
-def test_a_boundary_that_is_first_used_in_inference_mode_trains():
-    with pair(boundary=0.5)[0] as pipeline:
-        ((inputs, targets),) = batches(1, rows=(7,))
-        inputs, targets = torch.from_numpy(inputs), torch.from_numpy(targets)
-        with torch.inference_mode():
-            pipeline.evaluate(inputs, targets)
-        pipeline.step(inputs, targets)
-        told = pipeline.stats()["boundaries"]
-    assert [one["batches"] for one in told.values()] == ([] if LAST else [3])
-
-
-@several
 def test_outputs_that_share_a_boundary_have_thresholds_of_their_own_that_are_restored():
     def make():
         boundary = ThresholdBoundary(0.1, "laplace")

@@ -241,3 +241,13 @@ def test_predictions_run_ahead_by_one_batch_at_most():
     ends = WORLD.bcast([end for _, end in times], STAGES - 1)
     assert len(times) == 10
     assert all(begin >= end for (begin, _), end in zip(times[2:], ends, strict=False))
+
+
+@several
+def test_a_boundary_that_is_first_used_in_inference_mode_trains():
+    with pipeline(boundary=0.5) as one:
+        with torch.inference_mode():
+            one.evaluate(torch.ones(4, 3), torch.ones(4, 3))
+        one.step(torch.ones(4, 3), torch.ones(4, 3))
+        told = one.stats()["boundaries"]
+    assert [boundary["batches"] for boundary in told.values()] == ([] if LAST else [1])

@@ -296,29 +296,6 @@ def test_a_generator_that_ends_leaves_without_an_error(join):
     assert departures([server]) == {0: ""}
 
 
-def test_errors_handled_around_a_with_block_or_the_end_of_an_iterator_are_none(join):
-    session = join(network())
-    server = session._local.servers[0]
-    try:
-        raise FileNotFoundError("no checkpoint")
-    except FileNotFoundError:
-        with session:
-            learn(session.model, session.optimizer(lr=0.1), 1)
-    assert departures([server]) == {0: ""}
-    session = join(network())
-    server = session._local.servers[0]
-    try:
-        next(iter(()))
-    except StopIteration:
-        session.close()
-    assert departures([server]) == {0: ""}
-    session = join(network())
-    server = session._local.servers[0]
-    with pytest.raises(KeyError), session:
-        raise KeyError("image")
-    assert departures([server]) == {0: "KeyError: 'image'"}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # those of float64 are copies of the worker's
 def test_a_backward_pass_through_what_a_step_has_changed_is_refused(join, dtype):
     """Also by torch.optim.SGD. The gradient would be that of neither model."""

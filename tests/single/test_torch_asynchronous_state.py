@@ -12,6 +12,7 @@ from mpi4py import MPI
 from torch import nn
 from torch_session import SMALL, learn, network, numbers, same
 
+from hvd_sparse.parameter_server.server import departures
 from hvd_sparse.schedule import Constant, WarmUp
 from hvd_sparse.torch.asynchronous import ASGD, DGS, MSGD, DCTAsync, DGCAsync, GradientDroppingAsync, connect
 
@@ -327,3 +328,26 @@ def test_other_files_are_not_restored(join, tmp_path, content):
             np.savez(file, weight=np.zeros(3))
     with pytest.raises(ValueError, match=r"restore='.*other' is no file of session\.save"):
         join(network(), restore=path)
+
+
+def test_errors_handled_around_a_with_block_or_the_end_of_an_iterator_are_none(join):
+    session = join(network())
+    server = session._local.servers[0]
+    try:
+        raise FileNotFoundError("no checkpoint")
+    except FileNotFoundError:
+        with session:
+            learn(session.model, session.optimizer(lr=0.1), 1)
+    assert departures([server]) == {0: ""}
+    session = join(network())
+    server = session._local.servers[0]
+    try:
+        next(iter(()))
+    except StopIteration:
+        session.close()
+    assert departures([server]) == {0: ""}
+    session = join(network())
+    server = session._local.servers[0]
+    with pytest.raises(KeyError), session:
+        raise KeyError("image")
+    assert departures([server]) == {0: "KeyError: 'image'"}
