@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from hvd_sparse.finalization import is_ending
-
 LIBRARY_DIRECTORY = Path(__file__).parent / "lib"
 SOURCE = Path(__file__).parent.parent  # the source tree, if there is a setup.py
 FRAMEWORKS = ("torch", "tensorflow")  # beside "numpy", which is always built
@@ -122,6 +120,8 @@ def checked_communicator(communicator):
 
     ValueError for COMM_NULL; RuntimeError where MPI has started each process of a job alone, or has been stopped.
     """
+    from hvd_sparse.finalization import is_ending  # here, as setup.py runs this file without the package
+
     if is_ending(mpi()):
         raise RuntimeError(
             "MPI has been stopped, or is about to be: Horovod, if it has started MPI, stops it on all ranks when the "
