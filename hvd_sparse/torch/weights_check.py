@@ -1,4 +1,4 @@
-"""Tells in the first step if the ranks' weights differ, as each rank would train a model of its own."""
+"""Tells in the first step if the ranks' weights differ, as each rank would train a different model."""
 
 import hashlib
 from collections.abc import Mapping
