@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tiers
 import torch
 import torch.distributed as dist
 from ddp_helpers import Trainer, assert_ranks_agree
@@ -159,7 +160,7 @@ def train(optimizer, forward, inputs):
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-@pytest.mark.parametrize("compiled", ["model", "all"])
+@pytest.mark.parametrize("compiled", tiers.choice(["model", "all"], "all"))
 def test_compiled_training_is_as_it_is_otherwise(compiled):
     trained = []
     for compiles in (False, True):

@@ -106,11 +106,14 @@ def test_backward_passes_per_step():
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
-        ("dgc", {"density": 1.0, "momentum": 0.0, "weight_decay": 0.5, "clip_norm": 0.1}),
-        ("samomentum", {"density": 0.05, "weight_decay": 0.5}),
-        ("hard_threshold", {"value": 0.01}),
+        pytest.param(
+            *("dgc", {"density": 1.0, "momentum": 0.0, "weight_decay": 0.5, "clip_norm": 0.1}),
+            id="dense",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param("samomentum", {"density": 0.05, "weight_decay": 0.5}, id="sparse"),
+        pytest.param("hard_threshold", {"value": 0.01}, id="threshold", marks=pytest.mark.exhaustive),
     ],
-    ids=["dense", "sparse", "threshold"],
 )
 def test_settings_are_in_units_of_the_average_over_passes(method, settings):
     """Four passes over one batch, averaged, are one: Horovod sums them, and divides after decompressing."""

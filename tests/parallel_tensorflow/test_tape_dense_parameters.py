@@ -4,6 +4,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
+import tiers
 from gradients import draw, whole_numbers
 from tf_helpers import Reducer, assert_alive, assert_ranks_agree, make_variables, residual_of, several, total
 
@@ -62,7 +63,9 @@ def test_they_follow_momentum_sgd_while_others_are_sparse(way):
     assert_ranks_agree(reduced)
 
 
-@pytest.mark.parametrize("way", [*OTHERS, "dgc, reduce-scatter"])
+@pytest.mark.parametrize(
+    "way", tiers.choice([*OTHERS, "dgc, reduce-scatter"], "dct", "random_k, hierarchical", "dgc, reduce-scatter")
+)
 def test_it_is_all_the_same_as_below_min_numel(way):
     """Results, buffers, bytes, and the choice between payloads and dense steps."""
     found = []

@@ -4,6 +4,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
+import tiers
 from gradients import draw, whole_numbers
 from tf_helpers import Reducer, as_gradients, assert_ranks_agree, loss_with, make_variables, several, total
 
@@ -60,9 +61,7 @@ def reduce_eagerly(variables, compression, gradients):
 
 
 @several
-@pytest.mark.parametrize(
-    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES]
-)
+@pytest.mark.parametrize("case", tiers.choice(CASES, *QUICK))
 @pytest.mark.parametrize(
     "graph", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["None", "other trace"]
 )

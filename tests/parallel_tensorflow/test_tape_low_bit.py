@@ -4,6 +4,7 @@ import functools
 
 import horovod.tensorflow as hvd
 import pytest
+import tiers
 from gradients import draw
 from oracle import Method
 from test_tape_oracle import Trial, run
@@ -15,7 +16,7 @@ pytestmark = several
 SETTINGS = {"density": 0.1, "min_numel": 100}
 
 
-@pytest.mark.parametrize("values", ["int2", "int1"])
+@pytest.mark.parametrize("values", tiers.choice(["int2", "int1"], "int2"))
 def test_what_is_sent_is_signs_and_the_papers_levels(values):
     """Over 60 steps, residual and velocity with it."""
     trials = []
@@ -35,7 +36,7 @@ def test_what_is_sent_is_signs_and_the_papers_levels(values):
     run(trials, 60)
 
 
-@pytest.mark.parametrize("method", ["gradient_dropping", "topk", "micro"])
+@pytest.mark.parametrize("method", tiers.choice(["gradient_dropping", "topk", "micro"], "micro"))
 def test_bits_travel_in_place_of_numbers(method):
     """k = 4000 of 40,000: 16 bits of position each where there are any, then 32, 2 or 1 of value."""
     shapes, sizes = {"only": (200, 200)}, {}

@@ -4,6 +4,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
+import tiers
 from gradients import draw
 from tf_helpers import Reducer, make_variables, several
 
@@ -42,7 +43,7 @@ def test_what_all_ranks_gave_comes_in_rank_order(monkeypatch, words, count):
 
 
 @several
-@pytest.mark.parametrize("layout", METHODS)
+@pytest.mark.parametrize("layout", tiers.choice(METHODS, "tensor", "threshold", "partition"))
 def test_every_method_does_the_same_in_pieces(monkeypatch, layout):
     method, settings, words, count = METHODS[layout]
 

@@ -6,6 +6,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
+import tiers
 from gradients import SCOPES, draw, whole_numbers
 from micro_oracle import MicroOracle
 from oracle import Method
@@ -153,6 +154,7 @@ def test_zeros_are_never_sent(make):
         assert not any(result.any() for result in reduce({name: np.zeros(FEW[name]) for name in FEW}).values())
 
 
+@pytest.mark.parametrize("make", tiers.choice(METHODS, "dct", "sidco", "cltk", "micro"), indirect=True)
 def test_eagerly(make):
     """Of whole numbers: the order in which Horovod's own allreduce adds differs from one call to the next."""
     eager, traced = reducer(make, graph=False), reducer(make)

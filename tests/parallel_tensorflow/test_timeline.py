@@ -20,7 +20,9 @@ def events_of(path):
     return [event for event in json.loads(f"{text}]") if event]
 
 
-@pytest.mark.parametrize(("scope", "message"), [("tensor", "bucket.0"), ("model", "model")])
+@pytest.mark.parametrize(
+    ("scope", "message"), [("tensor", "bucket.0"), pytest.param("model", "model", marks=pytest.mark.exhaustive)]
+)
 def test_every_collective_runs_in_every_step(tmp_path, scope, message):
     """A graph optimizer would fold what is constant, and run it once; nothing is fed here."""
     variables = {"large": tf.Variable(tf.zeros([5000])), "small": tf.Variable(tf.zeros([10]))}

@@ -21,6 +21,17 @@ def examples(count):
     return settings(deadline=None, max_examples=drawn, derandomize=True, suppress_health_check=slow)
 
 
+def choice(cases, *chosen):
+    """Return parameters for `parametrize`, of which `make test` runs the chosen ones.
+
+    Args:
+        cases: All of them.
+        chosen: Some of them.
+    """
+    assert set(chosen) < set(cases), "a case that does not exist was chosen, or all were"
+    return [case if case in chosen else pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
+
+
 def covering(cases, strength=2):
     """Choose cases such that each pair of values in any case also occurs in a chosen case.
 

@@ -9,6 +9,7 @@ import time
 
 import launching
 import pytest
+import tiers
 from launching import mpirun
 
 pytestmark = launching.MARKS
@@ -16,7 +17,12 @@ SHARED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "shared"
 
 
 @pytest.mark.parametrize(
-    ("name", "threads"), [pytest.param("INT", 1, marks=pytest.mark.exhaustive), ("INT", 2), ("TERM", 2)]
+    ("name", "threads"),
+    [
+        pytest.param("INT", 1, marks=pytest.mark.exhaustive),
+        ("INT", 2),
+        pytest.param("TERM", 2, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_an_interrupted_server_tells_its_workers(run_job, threads, name):
     """All of its threads do, and it raises KeyboardInterrupt."""
@@ -44,12 +50,9 @@ LEAVING = {  # how the first server leaves between connect and serve, the number
     "ends": ("sys.exit()", 1, None),
     "closes": ("session.close(); session.serve()", 1, "RuntimeError: rank 2 has left the run: call serve() before"),
 }
-QUICK = ("raises in with", "raises, the first of two")  # for `make test`
 
 
-@pytest.mark.parametrize(
-    "how", [how if how in QUICK else pytest.param(how, marks=pytest.mark.exhaustive) for how in LEAVING]
-)
+@pytest.mark.parametrize("how", tiers.choice(LEAVING, "raises in with", "raises, the first of two"))
 def test_a_server_that_does_not_come_to_serve_tells_the_others(run_job, how):
     """Its workers, and the servers that wait for the first one's parameters. None of them waits for `timeout`."""
     leaves, servers, raised = LEAVING[how]

@@ -6,6 +6,7 @@ import time
 import launching
 import numpy as np
 import pytest
+import tiers
 from asynchronous_job import LR, dgs, gradients, loss_of, numbers
 
 from hvd_sparse.parameter_server import Simulation, in_turn
@@ -31,11 +32,11 @@ def expected_loss():
     [
         pytest.param(3, "servers=1", marks=pytest.mark.exhaustive),
         pytest.param(3, "servers=1, overlap=True", marks=pytest.mark.exhaustive),
-        (3, "servers='colocated', silence=20.0"),
+        (3, "servers='colocated', threads=2, silence=20.0"),
         pytest.param(5, "servers=2", marks=pytest.mark.exhaustive),
         (5, "servers=2, overlap=True, method=dgs(pull_density=0.2, values='int2')"),
         pytest.param(5, "servers='colocated', overlap=True", marks=pytest.mark.exhaustive),
-        (3, "servers=1, threads=2"),
+        pytest.param(3, "servers=1, threads=2", marks=pytest.mark.exhaustive),
         pytest.param(2, "servers='colocated', threads=3", marks=pytest.mark.exhaustive),
         pytest.param(4, "servers=2, threads=2, overlap=True", marks=pytest.mark.exhaustive),
     ],
@@ -189,7 +190,6 @@ def test_a_push_that_is_on_its_way_is_a_sign_of_life(run_job):
 
 
 WIDER = "session = Job(shapes={'weight': (20, 5 + RANK // %d)})\nsession.serve()"
-QUICK = ("model", "second server", "threads")  # for `make test`
 DIFFERING = {  # ranks, script, what is said
     "method": (3, "run(method=dgs(momentum=0.1 * RANK))", "momentum = 0.1"),
     "model": (3, WIDER % 2, "elements = 120 here"),
@@ -202,9 +202,7 @@ DIFFERING = {  # ranks, script, what is said
 }
 
 
-@pytest.mark.parametrize(
-    "what", [what if what in QUICK else pytest.param(what, marks=pytest.mark.exhaustive) for what in DIFFERING]
-)
+@pytest.mark.parametrize("what", tiers.choice(DIFFERING, "model", "threads"))
 def test_ranks_that_differ_say_in_what(run_job, what):
     """Nobody waits for workers that were refused."""
     ranks, script, difference = DIFFERING[what]
@@ -240,6 +238,7 @@ def test_servers_that_do_not_serve(run_job):
     assert code != 0 and "TimeoutError: no answer from the servers, ranks [2]" in output, output
 
 
+@pytest.mark.exhaustive
 def test_workers_that_do_not_come(run_job):
     code, output = run_job(
         """
@@ -373,6 +372,7 @@ def test_the_final_model_is_on_the_server(run_job):
     assert code == 0 and len(values) == 2 and values[0] == values[1], output
 
 
+@pytest.mark.exhaustive
 def test_frozen_parameters_must_be_equal(run_job):
     code, output = run_job(FROZEN, 2, environment={"DIFFERS": "1"})
     assert code != 0 and "ServerRefused" in output and "frozen parameters = 2, checksum" in output, output

@@ -5,6 +5,7 @@ import re
 import launching
 import numpy as np
 import pytest
+import tiers
 from asynchronous_job import SHAPES, loss_of
 
 pytestmark = launching.MARKS
@@ -99,7 +100,7 @@ ONLY_SOME = {  # ranks with the file, ranks, servers, and what is said; None: al
 }
 
 
-@pytest.mark.parametrize("what", ONLY_SOME)
+@pytest.mark.parametrize("what", tiers.choice(ONLY_SOME, "a worker", "the second server"))
 def test_a_file_that_only_some_ranks_are_given(run_job, tmp_path, what):
     """The first server reads it. Without it there, no other rank may believe that the run goes on from it."""
     given, ranks, servers, said = ONLY_SOME[what]
@@ -142,6 +143,7 @@ def test_a_server_that_cannot_start_says_why(run_job, ranks, servers, first):
     assert max(map(int, re.findall(r"after (\d+)", output))) < 10, output
 
 
+@pytest.mark.exhaustive
 def test_a_file_with_buffers_of_another_size(run_job, tmp_path):
     """Every rank says so, and the session ends: another can be opened."""
     np.savez(tmp_path / "saved.npz", buffers=np.ones(3, np.float32), **{"parameter/weight": np.ones(2, np.float32)})

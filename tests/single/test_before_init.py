@@ -4,6 +4,7 @@ import sys
 
 import launching
 import pytest
+import tiers
 from launching import KERAS_2, launch, mpirun
 
 pytestmark = launching.MARKS
@@ -59,7 +60,7 @@ print("checked")
 """
 
 
-@pytest.mark.parametrize("framework", BUILDS)
+@pytest.mark.parametrize("framework", tiers.choice(BUILDS, "torch"))
 def test_before_init_and_after_shutdown(framework, tmp_path):
     script = tmp_path / "job.py"
     script.write_text(BUILDS[framework] + USE)
@@ -96,7 +97,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("framework", ["torch", pytest.param("tensorflow", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("framework", tiers.choice(BUILDS, "torch"))
 def test_a_state_is_saved_after_another_rank_has_ended(framework, tmp_path):
     script = tmp_path / "job.py"
     script.write_text("import os, sys" + BUILDS[framework] + SAVE)

@@ -169,6 +169,7 @@ CASES = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_pushes_on_a_bad_wire(name, servers):
@@ -232,6 +233,7 @@ def disturb(run):
     return 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_servers_that_forget_workers_at_any_time_lose_and_repeat_nothing(name, servers):

@@ -110,6 +110,7 @@ def oracle_of(method, seed):
     return oracle
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("pull_density", [None, 0.1])
 @pytest.mark.parametrize("name", METHODS)
 def test_both_frameworks_do_what_the_paper_says(name, pull_density):
@@ -145,6 +146,7 @@ def schedule(keras):
     return keras.optimizers.schedules.PiecewiseConstantDecay(boundaries, [rate(step) for step in range(STEPS)])
 
 
+@pytest.mark.each_value
 @eagerly_and_traced
 @pytest.mark.parametrize("keras", ["keras", "tf_keras"])
 def test_learning_rates_may_be_schedules_of_keras(keras, wrap):
@@ -254,6 +256,7 @@ def test_what_is_not_finite_counts_as_zero():
         assert session.stats()["non_finite"] == 1
 
 
+@pytest.mark.each_value
 @eagerly_and_traced
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_whose_answer_is_late_counts_if_it_has_pushed(monkeypatch, wrap, overlap):

@@ -62,6 +62,7 @@ TRAINED = ["first/kernel", "first/bias", "norm/gamma", "norm/beta", "last/kernel
 BUFFERS = ["norm/moving_mean", "norm/moving_variance"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "function"])
 def test_models_learn_and_their_buffers_are_averaged(keras, wrap):
     model = make_model(keras)
@@ -193,6 +194,7 @@ def test_frozen_layers_must_be_equal(keras):
         assert session.layout.frozen == f"2, checksum {checksum:08x}"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float64"])
 def test_mixed_precision(keras, policy):
     model = make_model(keras, dtype=keras.mixed_precision.Policy(policy))

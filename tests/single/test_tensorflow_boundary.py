@@ -232,7 +232,8 @@ np.testing.assert_array_equal(tf.keras.models.load_model(sys.argv[1] + "/model.k
 """
 
 
-@pytest.mark.parametrize("legacy", [pytest.param("0", marks=pytest.mark.exhaustive), "1"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("legacy", ["0", "1"])
 def test_a_saved_model_runs_in_another_process(legacy, tmp_path):
     if legacy == "1":
         pytest.importorskip("tf_keras")

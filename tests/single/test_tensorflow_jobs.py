@@ -179,6 +179,7 @@ hvd.join()
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("scope", "first"), [pytest.param("tensor", 0, marks=pytest.mark.exhaustive), ("model", 1)])
 def test_join_with_uneven_steps_is_refused(scope, first):
     """Rank `first`, the coordinator or another, has joined; the other rank, which still trains, raises the error."""
