@@ -170,8 +170,10 @@ torch_ranks)
 ddp_ranks)
     ranks "DistributedDataParallel, torchrun, 3 ranks" rank_counts $torchrun 3 tests/parallel_ddp
     ranks "DistributedDataParallel, torchrun, 2 ranks" "not rank_counts" $torchrun 2 tests/parallel_ddp
-    ranks "DistributedDataParallel, torchrun, 1 rank" rank_counts $torchrun 1 tests/parallel_ddp
-    [ "$tier" != all ] || hosts "DistributedDataParallel, hierarchical exchange, torchrun, 4 ranks" $torchrun 4 tests/parallel_ddp
+    if [ "$tier" = all ]; then
+        ranks "DistributedDataParallel, torchrun, 1 rank" "" $torchrun 1 tests/parallel_ddp
+        hosts "DistributedDataParallel, hierarchical exchange, torchrun, 4 ranks" $torchrun 4 tests/parallel_ddp
+    fi
     ;;
 tensorflow_ranks)
     ranks "TensorFlow, mpirun -np 3" rank_counts mpirun -np 3 tests/parallel_tensorflow
