@@ -34,7 +34,7 @@ TENSORFLOW = [
         "hvd_sparse/tensorflow/codecs/shared_indices.py",
         "tf.equal(now.number % world_size, rank)",
         "tf.equal(0, rank)",
-        "tensorflow test_tape_thresholds cltk",
+        "tensorflow test_tape_thresholds papers",
     ),
     (
         "no vote, TensorFlow",

@@ -29,7 +29,8 @@ def choice(cases, *chosen):
         chosen: Some of them.
     """
     assert set(chosen) < set(cases), "a case that does not exist was chosen, or all were"
-    return [case if case in chosen else pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
+    values = {case: case if isinstance(case, tuple) else (case,) for case in cases}
+    return [pytest.param(*values[case], marks=[] if case in chosen else pytest.mark.exhaustive) for case in cases]
 
 
 def covering(cases, strength=2):
