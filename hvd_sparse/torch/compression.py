@@ -5,6 +5,7 @@ waits, sums the payloads of all ranks in rank order, and scales the sum by the r
 and gradient_predivide_factor work as usual.
 """
 
+import gc
 import weakref
 
 import horovod.torch as hvd
@@ -24,6 +25,7 @@ from hvd_sparse.torch.elastic import CompressionStateHandler
 from hvd_sparse.torch.in_flight import extra_reference
 from hvd_sparse.torch.optimizer_checks import DISCARDED, have_gradients
 from hvd_sparse.torch.parameters import NamedParameters
+from hvd_sparse.torch.presence import PATIENCE
 from hvd_sparse.torch.tokens import reduction_scale
 from hvd_sparse.torch.weights_check import WeightsCheck
 from hvd_sparse.units import REDUCTION_UNKNOWN, REDUCTIONS, Units, reduction_differs
@@ -37,6 +39,11 @@ STEP_HAS_FAILED = (
     "hvd_sparse: this step has ended with an error, and cannot go on. To go on with the next one, on every rank: "
     "optimizer.load_state_dict(optimizer.state_dict()); optimizer.zero_grad(); compression.reset(), or "
     "compression.load_state_dict() with a state from before"
+)
+WAITED_IN_VAIN = (
+    "hvd_sparse: {:g} s after this rank's backward pass, another rank has no gradient of this step: it has skipped its "
+    "backward pass, or is late. From the next step on, payloads are sent in optimizer.step() only, so that backward() "
+    "does not wait"
 )
 _compressors: weakref.WeakSet["SparseCompressor"] = weakref.WeakSet()
 
@@ -69,6 +76,8 @@ class SparseCompressor(Compressor):
         _compressors.add(self)
         self._start_check()
         self._weights_check = WeightsCheck(self._parameters, self._collectives)
+        self._watched = -1  # the number of the backward pass at whose end `_end_backward` is called
+        self._waited_in_vain = False  # at the end of a backward pass, for a rank that had no gradient
         self._has_warned_of_sparse = False
         if algorithm.replaces_optimizer and self._collectives.is_alone():
             warn(not_called(algorithm.name))
@@ -93,6 +102,8 @@ class SparseCompressor(Compressor):
                 if name in step.arrivals:  # the step was given up: its optimizer never stepped
                     self._refuse_two_optimizers(step.arrivals[name], tensor)
                     self._begin()
+                if step.sends_early:
+                    step.sends_early = self._watch_backward()
                 arrival = self._arrival_of(name, tensor, not parameters[name].requires_grad)
                 carried = step.add(arrival)
                 arrival.version = tensor._version
@@ -153,12 +164,30 @@ class SparseCompressor(Compressor):
     def _start_all_checks(self) -> None:
         """Start comparing settings of all compressors at once: their first uses may come in any order."""
         self._check_optimizer()
+        gc.collect()  # one that nothing uses any more may be there on some ranks only
         for compressor in list(_compressors):
             compressor._start_check()
 
     def _begin(self) -> None:
+        # Of several compressors, ranks may begin the steps in different orders. All ranks hear what each one says.
+        self._step.sends_early = self._watch_backward() and len(_compressors) == 1 and not self._waited_in_vain
         super()._begin()
-        self._step.sends_early = len(_compressors) == 1  # of several, ranks may begin the steps in different orders
+
+    def _watch_backward(self) -> bool:
+        """Let the backward pass that runs, if any, call `_end_backward` at its end; return whether one runs."""
+        number = torch._C._current_graph_task_id()  # -1: none
+        if number not in (-1, self._watched):
+            self._watched = number
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        return number >= 0
+
+    def _end_backward(self) -> None:
+        """Send what is complete, so that all ranks have made as many calls of Horovod after a backward pass."""
+        with self._lock, torch.no_grad():
+            is_open = self._under_way and not self._has_sent and self._step.sends_early
+            if is_open and not self._step.end_backward():
+                self._waited_in_vain = True
+                warn(WAITED_IN_VAIN.format(PATIENCE))
 
     def _finish(self) -> None:
         self._refuse_changed()

@@ -24,7 +24,7 @@ from hvd_sparse.torch.traffic import Traffic
 
 SMALL_BYTES = 1 << 14  # payloads of all ranks: up to here an all-reduce gathers them, which need not wait for `present`
 STEP_BYTES = 8  # size of a step number in the configuration check
-MOST_REGION_NUMBERS = 3  # numbers after the first in the presence sum: a fixed count, so that all ranks' tensors match
+FURTHER_NUMBERS = 4  # after the first in the presence sum: a fixed count, so that all ranks' tensors match
 
 
 class Pending:
@@ -45,9 +45,9 @@ class Pending:
         """Return whether `wait` would return at once."""
         return self._result is not None or all(handle.is_done() for handle in self._handles)
 
-    def is_done_in_time(self) -> bool:
-        """Wait for the result for at most CHECK_SECONDS; return whether it is there."""
-        deadline = monotonic() + CHECK_SECONDS
+    def is_done_in_time(self, seconds: float) -> bool:
+        """Wait for the result for at most some seconds; return whether it is there."""
+        deadline = monotonic() + seconds
         while not self.is_done() and monotonic() < deadline:
             sleep(0.0005)
         return self.is_done()
@@ -195,7 +195,7 @@ class Exchange:
                 between = int(self._asked.wait_in_time()[0] // BETWEEN_STEPS)
                 if between > 0:
                     raise RuntimeError(ranks_apart(between, self.size()))
-            own = torch.tensor([BETWEEN_STEPS, *[0.0] * MOST_REGION_NUMBERS], dtype=torch.float64, device="cpu")
+            own = torch.tensor([BETWEEN_STEPS, *[0.0] * FURTHER_NUMBERS], dtype=torch.float64, device="cpu")
             self._announced = self.allreduce("present", own, counted=False)
 
     def end_announcement(self) -> None:

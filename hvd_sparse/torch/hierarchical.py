@@ -193,7 +193,7 @@ class HierarchicalStep(OptimizerStep):
         self.lay_out()
         self.number, self.units, self.rank = number, units, self.exchange.rank()
         self._drop_tensors()
-        self._presence = Presence(self.exchange, freezes=False)
+        self._presence = Presence(self.exchange, False, self.sends_early)
         self._collectives = [self._presence.pending]
         if self.inner is not None:
             self.inner.begin(number, Units(len(self.hierarchy.hosts), units.reduction, units.loss_scale))
@@ -209,8 +209,16 @@ class HierarchicalStep(OptimizerStep):
         self.arrivals[name] = arrival
         if name in self._title_of:
             self._missing[self._title_of[name]].discard(name)
-            self._start_full()
+            if self.sends_early:
+                self._start_full()
         return self._tokens.take()
+
+    def end_backward(self) -> bool:
+        """Start the complete messages once all ranks have begun the step; return False if they did not in time."""
+        if not self._presence.is_answered_in_time():
+            return False
+        self._start_full()
+        return True
 
     def finish(self) -> None:
         """Sum the gradients over the host's ranks, compress this rank's shards, and start exchanging them."""
@@ -309,7 +317,7 @@ class HierarchicalStep(OptimizerStep):
 
     def _start_full(self) -> None:
         """Start the complete messages, once the presence check shows that all ranks take part in this step."""
-        if self._clips_model or not self.sends_early or not self._presence.may_gather(not any(self._missing.values())):
+        if self._clips_model or not self._presence.may_gather():
             return
         with self.traffic.timed("exchange"):
             self._presence.check(self.units.world_size)

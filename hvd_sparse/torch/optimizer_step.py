@@ -34,7 +34,7 @@ class OptimizerStep(abc.ABC):
     device: torch.device  # of the error feedback
     shard: int | None = None  # the number of this rank's shard of the parameters; None: it has no shard, or all of them
     has_state = True  # whether this rank's error feedback is known
-    sends_early = True  # whether messages that need all ranks may be sent before `finish`
+    sends_early = True  # whether this rank can send messages that need all ranks before `finish`
     feedback: Mapping[str, ErrorFeedback]  # of this rank, by the name of the parameter
     thresholds: Mapping  # by name; they persist across steps and are part of a checkpoint
     regions: dict  # of reduce-scatters, by the tensors of their messages; part of a checkpoint
@@ -76,6 +76,13 @@ class OptimizerStep(abc.ABC):
     @abc.abstractmethod
     def add(self, arrival: Arrival) -> torch.Tensor:
         """Add one gradient to the step; return the tensor for Horovod to all-reduce: a token or the dense tensor."""
+
+    @abc.abstractmethod
+    def end_backward(self) -> bool:
+        """Send what is complete once all ranks have begun the step; return False if they did not in time.
+
+        Called where ranks send early, at the end of each backward pass: each has then sent as many messages.
+        """
 
     @abc.abstractmethod
     def finish(self) -> None:

@@ -7,6 +7,10 @@ Process groups of PyTorch need no check: all ranks take part, or all wait. Where
 sum still tells whether any rank has a frozen one.
 
 A rank that waits for the others between two steps announces this in the same all-reduce: `hvd_sparse.announcement`.
+
+Horovod names a user's collective without a name after the number of calls before it, so that the ranks must have made
+equal numbers of calls when a backward pass ends: what is sent earlier than in the optimizer's step, and does not wait
+for the check, is sent by the end of the backward pass on all ranks, or on none. This, too, the sum tells.
 """
 
 from collections.abc import Sequence
@@ -14,40 +18,56 @@ from collections.abc import Sequence
 import torch
 
 from hvd_sparse.announcement import BETWEEN_STEPS, MOST_RANKS, ranks_apart
-from hvd_sparse.torch.exchange import MOST_REGION_NUMBERS, Exchange, Pending
+from hvd_sparse.configuration_check import CHECK_SECONDS
+from hvd_sparse.torch.exchange import FURTHER_NUMBERS, Exchange, Pending
+
+PATIENCE = min(60.0, CHECK_SECONDS)  # seconds that a rank waits for the others' answers at the end of a backward pass
 
 
 class Presence:
-    """The all-reduce that starts a step: presence, frozen parameters, and numbers of the codec.
+    """The all-reduce that starts a step: presence, frozen parameters, early messages, and numbers of the codec.
 
     Without it, as under a DistributedDataParallel that leaves out no parameters, no rank has a frozen one in a step.
+
+    Args:
+        exchange: That of the compressor.
+        freezes: Whether this rank has a frozen parameter.
+        sends_early: Whether this rank can send messages that need all ranks before the optimizer's step.
+        region_numbers: Those of the codec.
     """
 
-    def __init__(self, exchange: Exchange, freezes: bool, region_numbers: Sequence[float] = ()):
+    def __init__(
+        self, exchange: Exchange, freezes: bool, sends_early: bool = True, region_numbers: Sequence[float] = ()
+    ):
         exchange.end_announcement()
         self._may_miss = exchange.collectives.may_join  # if not, all ranks take part in all steps
         is_asked = self._may_miss or exchange.collectives.may_leave_out() or bool(region_numbers)
         frozen = MOST_RANKS * (freezes and is_asked)  # what one rank alone knows starts no collective
-        numbers = [1.0 + frozen, *region_numbers, *[0.0] * (MOST_REGION_NUMBERS - len(region_numbers))]
+        further = [float(sends_early), *region_numbers]
+        numbers = [1.0 + frozen, *further, *[0.0] * (FURTHER_NUMBERS - len(further))]
         own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         self.pending = exchange.ask_presence(own) if is_asked else Pending(finish=lambda: own)
         self._sums: list[float] | None = None
 
-    def may_gather(self, is_last: bool) -> bool:
-        """Return whether `check` need not wait: all ranks have answered, or ranks cannot join.
-
-        is_last: whether the last gradient of a backward pass is there. Then this waits for the answer. Horovod names a
-        collective of the user's that has no name after the number of calls before it: after backward, that number must
-        be the same on all ranks. It does not wait for ever, as a rank without gradients answers only in its
-        optimizer's step.
-        """
+    def may_gather(self) -> bool:
+        """Return whether messages that need all ranks may be sent now: all have answered, and all send early."""
         if not self._may_miss:
             return True
-        return self.pending.is_done_in_time() if is_last else self.pending.is_done()
+        if not self.pending.is_done():
+            return False
+        first, early, *_ = self._all_sums()
+        return early == int(first) % MOST_RANKS
+
+    def is_answered_in_time(self) -> bool:
+        """Wait for the answers of all ranks, for PATIENCE at most; return whether they are there.
+
+        A rank without gradients answers only in its optimizer's step, and may wait for the others before that.
+        """
+        return not self._may_miss or self.pending.is_done_in_time(PATIENCE)
 
     def sums(self) -> list[float]:
         """Return the sums over ranks of the codec's numbers; waits for the all-reduce."""
-        return self._all_sums()[1:]
+        return self._all_sums()[2:]
 
     def anywhere_frozen(self) -> bool:
         """Return whether any rank has a frozen parameter; waits for the all-reduce.

@@ -28,24 +28,26 @@ class ReduceScatter:
     ) -> list[Bucket]:
         """Start sending entries to the owners of their regions, for all buckets with regions; record the collectives.
 
-        If the ranks have to agree on regions in this step, returns the buckets, which then wait until all gradients
-        have arrived. With `wait`, all have arrived, and no bucket is returned.
+        Returns the buckets on whose regions the ranks have to agree in this step: these wait until all gradients have
+        arrived. With `wait`, all have arrived, and no bucket is returned.
         """
         scattered = [bucket for bucket in buckets if bucket.scattered is not None]
         if not scattered:
             return []
         balances = must_balance(presence.sums(), self.exchange.size())
         unknown = [bucket for bucket in scattered if balances or bucket.scattered.regions.bounds is None]
-        if unknown and not wait:
-            return scattered
-        self._balance(unknown)
-        for bucket in scattered:
+        ready = scattered
+        if wait:
+            self._balance(unknown)
+        else:
+            ready = [bucket for bucket in scattered if all(bucket is not one for one in unknown)]
+        for bucket in ready:
             data = bucket.scattered
             data.sent = sent = data.regions.split(data.selected)
             bucket.pending = self.exchange.alltoall(bucket.name, torch.from_numpy(sent.message), sent.splits)
             collectives.append(bucket.pending)
-        self.started += scattered
-        return []
+        self.started += ready
+        return [] if wait else unknown
 
     def finish(self, collectives: list[Pending]) -> None:
         """Reduce the received entries, and start the all-gather of the kept sums. Waits for all ranks."""

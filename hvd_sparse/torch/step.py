@@ -156,7 +156,7 @@ class Step(OptimizerStep):
         """Start the all-reduce that tells which ranks take part in this step, and whether any parameter is frozen."""
         came = [*self.expected, *self._frozen_before] or list(self.parameters)
         freezes = any(not self.parameters[name].requires_grad for name in came)
-        self._presence = Presence(self.exchange, freezes, self.codec.region_numbers())
+        self._presence = Presence(self.exchange, freezes, self.sends_early, self.codec.region_numbers())
         self._collectives = [self._presence.pending]
 
     def add(self, arrival: Arrival) -> torch.Tensor:
@@ -176,12 +176,18 @@ class Step(OptimizerStep):
                 if not bucket.missing:
                     self._start(bucket)
         self._awaited.discard(name)
-        is_last = not self._awaited and not self._is_sealed and bool(self.expected) and not self._clips_model
-        if is_last:
+        if not self._awaited and not self._is_sealed and self.expected and not self._clips_model:
             self._seal()
-        if self._deferred and self.sends_early and self._presence.may_gather(is_last):
-            self._release(wait=False)
+        if self.sends_early:
+            self._send_early()
         return carried
+
+    def end_backward(self) -> bool:
+        """Send what is complete once all ranks have begun the step; return False if they did not in time."""
+        if self._deferred and not self._presence.is_answered_in_time():
+            return False
+        self._send_early()
+        return True
 
     def finish(self) -> None:
         """Send all buckets that have not been sent: no gradient is compressed after this in the step."""
@@ -345,6 +351,11 @@ class Step(OptimizerStep):
             trains = torch.tensor(flags, dtype=torch.float32, device="cpu")
             ranks = self.exchange.allreduce("trains", trains).wait().tolist()
         return frozenset(name for name, count in zip(names, ranks, strict=True) if count == 0.0)
+
+    def _send_early(self) -> None:
+        """Send the deferred messages if all ranks may."""
+        if self._deferred and self._presence.may_gather():
+            self._release(wait=False)
 
     def _release(self, wait: bool) -> None:
         """Start the deferred all-gathers, once the presence check shows that all ranks take part in this step."""

@@ -46,7 +46,7 @@ def test_what_all_freeze_sends_nothing_and_counts_for_nothing(scope):
             assert round(sent["density"] * 4090) == k, t
         if t in (4, 5):
             summed = hvd.size() * wire.payload_size(1000, 10)  # small messages: a sum of rows, one for each rank
-            bare = summed + 50 * 4 + 32 + 48 + 4 * 4  # presence, vote, who trains what
+            bare = summed + 50 * 4 + 40 + 48 + 4 * 4  # presence, vote, who trains what
             assert sent["payload_bytes"] == bare + 8 * 4, t
         if not trains:
             assert torch.equal(waited, memory_of(compression, parameters, "b"))
