@@ -32,7 +32,7 @@ class OwnLoopChecks:
         self._by_id, self._collectives = {id(one): one for one in parameters}, collectives
         self._reduced: set[int] = set()  # parameters with a reduced gradient that no optimizer has stepped with yet
         self._applied: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # optimizer: a gradient, its version
-        self._told: set[str] = set()
+        self._has_told_of_steps = self._has_told_of_others = False
 
     def after_reduction(self, parameters: Iterable[torch.Tensor]) -> None:
         """Note that these have reduced gradients."""
@@ -46,12 +46,15 @@ class OwnLoopChecks:
         """
         if self._reduced & own:
             self._reduced -= own
-            self._applied[optimizer] = self._first_gradient(own)
+            if applied := self._first_gradient(own):
+                self._applied[optimizer] = applied
             self._warn_of_others(optimizer, own)
-        elif (before := self._applied.get(optimizer)) and NOT_REDUCED not in self._told:
-            is_new = self._first_gradient(own) not in (before, None)
+        elif optimizer in self._applied and not self._has_told_of_steps:
+            now = self._first_gradient(own)
+            is_new = now is not None and not any(_is_same(now, one) for one in self._applied.values())
             if is_new and have_gradients(self._by_id[one] for one in own):
-                self._warn(NOT_REDUCED, NOT_REDUCED)
+                self._has_told_of_steps = True
+                self._warn(NOT_REDUCED)
 
     def _first_gradient(self, own: set[int]) -> tuple[weakref.ref, int] | None:
         """Return the gradient of the first of these parameters that has one, and the number of its changes."""
@@ -62,15 +65,20 @@ class OwnLoopChecks:
 
     def _warn_of_others(self, optimizer: torch.optim.Optimizer, own: set[int]) -> None:
         """Warn once if an optimizer trains a parameter that belongs to no compressor."""
-        if ALONE in self._told or sum(len(group["params"]) for group in optimizer.param_groups) == len(own):
+        if self._has_told_of_others or sum(len(group["params"]) for group in optimizer.param_groups) == len(own):
             return
         others = (one for group in optimizer.param_groups for one in group["params"] if id(one) not in own)
         alone = next((one for one in others if one.grad is not None and not has_a_compressor(one)), None)
         if alone is not None:
-            self._warn(ALONE, ALONE.format(tuple(alone.shape)))
+            self._has_told_of_others = True
+            self._warn(ALONE.format(tuple(alone.shape)))
 
-    def _warn(self, kind: str, message: str) -> None:
-        """Warn of this kind once, on the first of several ranks."""
-        self._told.add(kind)
+    def _warn(self, message: str) -> None:
+        """Warn on the first of several ranks."""
         if self._collectives.size() > 1 and self._collectives.is_first():
             warn(message)
+
+
+def _is_same(one: tuple[weakref.ref, int], other: tuple[weakref.ref, int]) -> bool:
+    """Return whether two are the same gradient, unchanged. Comparing the references would compare their elements."""
+    return one[0]() is other[0]() and one[1] == other[1]

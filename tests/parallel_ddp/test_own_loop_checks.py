@@ -62,6 +62,29 @@ def test_a_step_without_a_call_is_warned_of_once(clips, set_to_none):
     assert_told(told(training), NOT_REDUCED)
 
 
+def test_a_step_without_a_call_is_warned_of_where_the_gradients_of_steps_before_are_kept():
+    loop, kept = Loop(), []
+
+    def training():
+        for t in range(4):
+            loop.step(*[loop.compression.reduce_gradients] * (t % 2 == 0), loop.optimizer.step)
+            kept.append([one.grad for one in loop.model.parameters()])
+
+    assert_told(told(training), NOT_REDUCED)
+
+
+def test_a_step_without_a_call_is_warned_of_where_other_layers_had_gradients_before():
+    loop = Loop()
+
+    def training():
+        loop.model[1](torch.ones(8, 30)).square().mean().backward()
+        loop.compression.reduce_gradients()
+        loop.optimizer.step()
+        loop.step(loop.optimizer.step, set_to_none=False)
+
+    assert_told(told(training), NOT_REDUCED)
+
+
 def test_an_inner_optimizer_of_local_steps_reduces_nothing():
     """Local SGD whose outer step has the parameters of the inner ones; its gradient is the change of the weights."""
     loop = Loop()
@@ -121,6 +144,20 @@ def test_right_loops_are_left_in_peace():
             zeros.step()
             zeros.optimizer.zero_grad(set_to_none=False)
             zeros.optimizer.step()
+
+    assert not told(training)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_an_optimizer_around_another_one_may_step_from_some_step_on(keeps):
+    """As Lookahead after a warm-up."""
+    loop, kept = Loop(), []
+    wrapper = Around(loop.optimizer)
+
+    def training():
+        for t in range(4):
+            loop.step(loop.compression.reduce_gradients, (loop.optimizer if t < 2 else wrapper).step)
+            kept.append([one.grad for one in loop.model.parameters()] if keeps else None)
 
     assert not told(training)
 
