@@ -66,8 +66,10 @@ class OptimizerChecks:
         self._stepped: set[int] = set()  # parameters that an optimizer has stepped with
         self._has_told = self._has_told_of_unused = False
         self._needs_scale = algorithm.replaces_optimizer or not is_always_dense(algorithm.schedule)
-        self.further: Callable[[], Callable[[], None] | None] = lambda: None  # a weak reference to one more check
-        self.own_loop: Callable[[torch.optim.Optimizer, set[int]], None] | None = None  # one for reduce_gradients()
+        # One more check, a method of the compressor: a weak reference, as the compressor refers to this object.
+        self.further: Callable[[], Callable[[], None] | None] = lambda: None
+        # One for reduce_gradients(), a method of OwnLoopChecks, which does not refer to the compressor or to this.
+        self.own_loop: Callable[[torch.optim.Optimizer, set[int]], None] | None = None
         _all.add(self)
         self._replace_others()
         _watch_optimizers()
@@ -169,9 +171,9 @@ class OptimizerChecks:
             self._told.add(optimizer)
 
 
-def has_a_compressor(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter belongs to any compressor."""
-    return any(id(parameter) in checks._ids for checks in tuple(_all))
+def compressed_ids() -> set[int]:
+    """Return the ids of all parameters that belong to any compressor."""
+    return set().union(*(checks._ids for checks in _all))
 
 
 def have_gradients(parameters: Iterable[torch.Tensor]) -> bool:

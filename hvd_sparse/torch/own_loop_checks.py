@@ -7,7 +7,7 @@ import torch
 
 from hvd_sparse.frames import warn
 from hvd_sparse.torch.collectives import Collectives
-from hvd_sparse.torch.optimizer_checks import has_a_compressor, have_gradients
+from hvd_sparse.torch.optimizer_checks import compressed_ids, have_gradients
 
 NOT_REDUCED = (
     "hvd_sparse: an optimizer steps with gradients that reduce_gradients() has not reduced, as it had before earlier "
@@ -67,8 +67,9 @@ class OwnLoopChecks:
         """Warn once if an optimizer trains a parameter that belongs to no compressor."""
         if self._has_told_of_others or sum(len(group["params"]) for group in optimizer.param_groups) == len(own):
             return
-        others = (one for group in optimizer.param_groups for one in group["params"] if id(one) not in own)
-        alone = next((one for one in others if one.grad is not None and not has_a_compressor(one)), None)
+        compressed = compressed_ids()
+        others = (one for group in optimizer.param_groups for one in group["params"] if id(one) not in compressed)
+        alone = next((one for one in others if one.grad is not None), None)
         if alone is not None:
             self._has_told_of_others = True
             self._warn(ALONE.format(tuple(alone.shape)))

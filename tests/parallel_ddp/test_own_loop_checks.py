@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hvd_sparse.torch import own_loop_checks
 from hvd_sparse.torch.ddp import Compression
 
 NOT_REDUCED = r"steps with gradients that reduce_gradients\(\) has not reduced, as it had before earlier steps"
@@ -165,6 +166,17 @@ def test_an_optimizer_around_another_one_may_step_from_some_step_on(keeps):
 def test_what_the_compressor_lacks_is_warned_of_once():
     loop = Loop(compressed="0")
     assert_told(told(lambda: [loop.step() for _ in range(4)]), r"also trains a parameter of shape \(10, 30\), which no")
+
+
+def test_looking_for_what_no_compressor_has_asks_each_of_them_once_a_step(monkeypatch):
+    """With many parameters, once for each of them took milliseconds of every step."""
+    both, asked = Loop(compressed="0"), []
+    other = Compression.gradient_dropping(both.model[1], 0.05, min_numel=100)
+    both.step(both.compression.reduce_gradients, other.reduce_gradients)
+    known = own_loop_checks.compressed_ids
+    monkeypatch.setattr(own_loop_checks, "compressed_ids", lambda: asked.append(1) or known())
+    both.optimizer.step()
+    assert len(asked) == 2  # compressors
 
 
 def test_a_parameter_of_another_compressor_or_without_a_gradient_is_not_alone():
