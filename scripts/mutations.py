@@ -308,6 +308,20 @@ PYTHON = [
         "torch test_training_loops is_used",
     ),
     (
+        "what Horovod and the compressor lack is refused, not warned of",
+        "hvd_sparse/torch/compression.py",
+        "if (name := names.get(id(one))) and name not in",
+        "if (name := names.get(id(one))) not in",
+        "torch test_unreduced lacks_too",
+    ),
+    (
+        "a parameter of another compressor is warned of, Horovod",
+        "hvd_sparse/torch/compression.py",
+        "compressed = compressed_ids()",
+        "compressed = set()",
+        "torch test_unreduced another_compressor",
+    ),
+    (
         "a compressor that was built later has the checks",
         "hvd_sparse/torch/optimizer_checks.py",
         "if self not in _checks:",

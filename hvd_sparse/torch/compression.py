@@ -23,7 +23,7 @@ from hvd_sparse.torch.compressor import Compressor
 from hvd_sparse.torch.device import is_cuda
 from hvd_sparse.torch.elastic import CompressionStateHandler
 from hvd_sparse.torch.in_flight import extra_reference
-from hvd_sparse.torch.optimizer_checks import DISCARDED, have_gradients
+from hvd_sparse.torch.optimizer_checks import DISCARDED, compressed_ids, have_gradients
 from hvd_sparse.torch.parameters import NamedParameters
 from hvd_sparse.torch.presence import PATIENCE
 from hvd_sparse.torch.tokens import reduction_scale
@@ -44,6 +44,12 @@ WAITED_IN_VAIN = (
     "hvd_sparse: {:g} s after this rank's backward pass, another rank has no gradient of this step: it has skipped its "
     "backward pass, or is late. From the next step on, payloads are sent in optimizer.step() only, so that backward() "
     "does not wait"
+)
+ALONE = (
+    "hvd_sparse: the optimizer also trains {}, which neither Horovod nor a compressor reduces: each rank trains it "
+    "alone. It was added by add_param_group, or unfrozen, after hvd.DistributedOptimizer was built. Build that and the "
+    "compressor from all parameters that will ever train, and freeze some afterwards. If something else reduces it, "
+    "all is well"
 )
 _compressors: weakref.WeakSet["SparseCompressor"] = weakref.WeakSet()
 
@@ -78,7 +84,7 @@ class SparseCompressor(Compressor):
         self._weights_check = WeightsCheck(self._parameters, self._collectives)
         self._watched = -1  # the number of the backward pass at whose end `_end_backward` is called
         self._waited_in_vain = False  # at the end of a backward pass, for a rank that had no gradient
-        self._has_warned_of_sparse = False
+        self._has_warned_of_sparse = self._has_warned_of_alone = False
         if algorithm.replaces_optimizer and self._collectives.is_alone():
             warn(not_called(algorithm.name))
 
@@ -224,28 +230,38 @@ class SparseCompressor(Compressor):
                 )
 
     def _refuse_unreduced(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RuntimeError if an optimizer trains a parameter whose gradients Horovod does not reduce."""
-        reduced = getattr(optimizer, "_requires_update", ())
-        own = (one for group in optimizer.param_groups for one in group["params"]) if reduced else ()
-        for one in own:
-            if one not in reduced and one.requires_grad and one.grad is not None:
-                self._refuse_alone(one, getattr(optimizer, "_parameter_names", {}).get(one))
+        """Raise RuntimeError if an optimizer trains a parameter of the compressor that no optimizer reduces.
 
-    def _refuse_alone(self, parameter: torch.Tensor, called: str | None) -> None:
-        """Raise RuntimeError for a parameter that its optimizer does not reduce, unless another one does in this step.
-
-        called: its name in the optimizer, if it has one.
+        What the compressor lacks may be reduced by the user, or by the compressor of another optimizer.
         """
-        name = next((name for name, one in self._parameters.items() if one is parameter), None)
-        if name in self._step.arrivals:
+        reduced = getattr(optimizer, "_requires_update", ())
+        own = [one for group in optimizer.param_groups for one in group["params"]] if reduced else []
+        alone = [one for one in own if one not in reduced and one.requires_grad and one.grad is not None]
+        if not alone:
             return
-        which = name or called or f"a parameter of shape {tuple(parameter.shape)}"
-        lacks = "" if name else ". The compressor lacks it, too: build that from all parameters that will ever train"
-        raise RuntimeError(
-            f"hvd_sparse: Horovod does not reduce the gradient of {which}, and each rank would train it alone: "
-            "it was added by add_param_group, or unfrozen, after hvd.DistributedOptimizer was built. Build it with "
-            f"all parameters, while all of them train, and freeze some afterwards{lacks}"
-        )
+        names = {id(one): name for name, one in self._parameters.items()}
+        unreduced = [name for one in alone if (name := names.get(id(one))) and name not in self._step.arrivals]
+        if unreduced:
+            raise RuntimeError(
+                f"hvd_sparse: Horovod does not reduce the gradient of {unreduced[0]}, and each rank would train it "
+                "alone: it was added by add_param_group, or unfrozen, after hvd.DistributedOptimizer was built. Build "
+                "it with all parameters, while all of them train, and freeze some afterwards"
+            )
+        if not self._has_warned_of_alone:
+            self._warn_of_alone(alone, getattr(optimizer, "_parameter_names", {}))
+
+    def _warn_of_alone(self, parameters: list[torch.Tensor], names: dict[torch.Tensor, str]) -> None:
+        """Warn once if one of these parameters, which Horovod does not reduce, belongs to no compressor.
+
+        names: those that the optimizer knows.
+        """
+        compressed = compressed_ids()
+        alone = next((one for one in parameters if id(one) not in compressed), None)
+        if alone is None:
+            return
+        self._has_warned_of_alone = True
+        if self._collectives.is_first():
+            warn(ALONE.format(names.get(alone, f"a parameter of shape {tuple(alone.shape)}")))
 
     def _is_replaced(self, arrival: Arrival) -> bool:
         """Return whether the parameter has another gradient now. A sparse one was copied before it was passed here."""
