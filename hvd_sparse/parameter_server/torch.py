@@ -156,6 +156,7 @@ class TorchSession(Session):
 
     def _updated(self, names: set[str]) -> None:
         """Copy changed values into the parameters that do not share memory with the worker."""
+        unchanged = {name for name, version in self._versions.items() if version == self.tensors[name]._version}
         with torch.no_grad():
             for name in names:
                 parameter, array = self.tensors[name], self.worker.parameters[name]
@@ -163,7 +164,7 @@ class TorchSession(Session):
                     parameter.copy_(torch.from_numpy(array).view(parameter.shape))
                 else:  # autograd then refuses a backward pass through what was computed before the change
                     torch.autograd.graph.increment_version(parameter)
-                self._versions[name] = parameter._version
+        self._versions |= {name: self.tensors[name]._version for name in unchanged | names}  # views share their counts
 
     def _check_parameters(self) -> None:
         """Raise ValueError if a parameter trains in vain; warn, once, if one was changed unseen by the servers."""
@@ -173,8 +174,7 @@ class TorchSession(Session):
                 f"{', '.join(unfrozen[:3])} did not require gradients at connect(), and the servers do not train them: "
                 "set requires_grad before connect(), or close this session and open another"
             )
-        versions = {name: parameter._version for name, parameter in self.tensors.items()}
-        changed = [name for name, version in versions.items() if version != self._versions[name]]
+        changed = [name for name, parameter in self.tensors.items() if parameter._version != self._versions[name]]
         if changed and not self._has_warned:
             self._has_warned = True
             warn(

@@ -295,6 +295,27 @@ def test_changes_of_parameters_by_others_are_warned_of_once(join, dtype, changes
     assert len(told) == changes
 
 
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("trained", [slice(None), slice(2)])
+def test_parameters_that_are_parts_of_one_tensor_are_not_changed_by_each_other(join, trained, dtype, changes):
+    """They share PyTorch's count of changes."""
+    model = network().to(dtype)
+    flat = torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+    sizes = [one.numel() for one in model.parameters()]
+    for (name, one), part in zip(list(model.named_parameters()), flat.split(sizes), strict=True):
+        layer, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(layer), attribute, nn.Parameter(part.view(one.shape)))
+    optimizer = join(model, DGS(**SMALL)).optimizer(list(model.parameters())[trained], lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            learn(model, optimizer, 1, dtype=dtype)
+            if changes:
+                flat.mul_(0.9)
+    assert len([one for one in caught if "changed outside the session" in str(one.message)]) == changes
+
+
 def test_parameters_unfrozen_after_connect_are_refused(join):
     model = network()
     model[0].requires_grad_(False)
