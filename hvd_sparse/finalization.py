@@ -12,6 +12,9 @@ import time
 import weakref
 
 NAP = 0.01  # seconds between two looks
+STILL_OPEN = (
+    "hvd_sparse: MPI ends while a session or pipeline is open: close() it before hvd.shutdown() or MPI.Finalize()"
+)
 _users: weakref.WeakSet = weakref.WeakSet()  # the mailboxes that are open
 _begun: list[bool] = []  # not empty once MPI_Finalize has been called
 
@@ -38,10 +41,15 @@ def _guard(mpi) -> None:
 
 
 def _wait(*_) -> None:
-    """Return when nothing uses MPI any more, or when this process itself waits for the end of MPI."""
+    """Return when nothing uses MPI any more, or when this process itself waits for the end of MPI.
+
+    Say so if something still uses it then: other ranks will wait for messages of this one without a word.
+    """
     _begun.append(True)
     while _users and not _is_own_end():
         time.sleep(NAP)
+    if _users:
+        print(STILL_OPEN, file=sys.stderr)
 
 
 def _is_own_end() -> bool:

@@ -15,6 +15,8 @@ from hvd_sparse import finalization, mailbox
 from hvd_sparse.library import checked_communicator
 from hvd_sparse.mailbox import Mailbox, poll
 
+OPEN = "hvd_sparse: MPI ends while a session or pipeline is open: close() it before hvd.shutdown() or MPI.Finalize()"
+
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 100, 3_000_000])
@@ -178,10 +180,18 @@ def test_mpi_that_another_thread_ends_runs_until_the_mailbox_is_closed():
         print(end.is_alive(), MPI.Is_finalized())
     """
     code, output = launch([sys.executable, "-c", textwrap.dedent(script)])
-    assert code == 0 and "[0, 1, 2] True False\nFalse True\n" in output, output
+    assert code == 0 and "[0, 1, 2] True False\nFalse True\n" in output and OPEN not in output, output
 
 
-def test_mpi_waits_for_open_mailboxes_but_not_for_a_process_that_ends_it_itself(monkeypatch):
+def test_mpi_that_ends_with_an_open_mailbox_says_so():
+    script = (
+        "from mpi4py import MPI; from hvd_sparse.mailbox import Mailbox; box = Mailbox(MPI.COMM_SELF); MPI.Finalize()"
+    )
+    code, output = launch([sys.executable, "-c", script])
+    assert code == 0 and output.count(OPEN) == 1, output
+
+
+def test_mpi_waits_for_open_mailboxes_but_not_for_a_process_that_ends_it_itself(monkeypatch, capsys):
     monkeypatch.setattr(finalization, "_users", weakref.WeakSet())
     monkeypatch.setattr(finalization, "_begun", [])
     closed, forgotten = (Mailbox(MPI.COMM_SELF) for _ in range(2))
@@ -196,6 +206,8 @@ def test_mpi_waits_for_open_mailboxes_but_not_for_a_process_that_ends_it_itself(
     del forgotten
     end.join(10.0)
     assert not end.is_alive()
+    finalization._wait()
+    assert not capsys.readouterr().err
     box, lock, horovod = Mailbox(MPI.COMM_SELF), threading.Lock(), {"__name__": "horovod.common.basics"}
     exec("def shutdown(call):\n    call()", horovod)
     with lock:
@@ -203,6 +215,7 @@ def test_mpi_waits_for_open_mailboxes_but_not_for_a_process_that_ends_it_itself(
         end = threading.Thread(target=finalization._wait, daemon=True)
         end.start()
         end.join(10.0)
-        assert not end.is_alive()
+        assert not end.is_alive() and capsys.readouterr().err == f"{OPEN}\n"
     finalization._wait()  # in the main thread, as of MPI.Finalize() with an open mailbox
+    assert capsys.readouterr().err == f"{OPEN}\n"
     box.close(0.1)
