@@ -40,22 +40,27 @@ def reduce_gradients(gradients: Iterable, variables: Iterable, **options) -> lis
                 f"gradients[{place}] must have the shape {variables[place].shape} of {variables[place].name}, got "
                 f"{gradient.shape}: pass gradients and variables in the same order"
             )
-        if tf.as_dtype(gradient.dtype) != variables[place].dtype:
+        own, given_type = variables[place].dtype.base_dtype, tf.as_dtype(gradient.dtype).base_dtype
+        if given_type != own:  # a RefVariable of TensorFlow 1 has a type that refers to its base
             raise ValueError(
-                f"gradients[{place}] must have the type {variables[place].dtype.name} of {variables[place].name}, got "
-                f"{tf.as_dtype(gradient.dtype).name}: use tf.cast"
+                f"gradients[{place}] must have the type {own.name} of {variables[place].name}, got {given_type.name}: "
+                "use tf.cast"
             )
     once: dict = {}  # the first place of each variable
     for place in given:
         once.setdefault(variables[place].ref(), place)
-    sources = [reference.deref() for reference in once]
-    with tf.GradientTape() as tape:
-        tape.watch(sources)
-        targets = [tf.identity(variable) for variable in sources]
-    tape = hvd.DistributedGradientTape(tape, **options)
-    reduced = tape.gradient(targets, sources, output_gradients=[given[place] for place in once.values()])
+    tape = hvd.DistributedGradientTape(_GivenGradients(), **options)
+    reduced = tape.gradient([given[place] for place in once.values()], [reference.deref() for reference in once])
     found = dict(zip(once, reduced, strict=True))
     return [found[variables[place].ref()] if place in given else None for place in range(len(variables))]
+
+
+class _GivenGradients(tf.GradientTape):
+    """A tape whose targets are the gradients; one that records cannot watch a RefVariable of TensorFlow 1."""
+
+    def gradient(self, target, sources, output_gradients=None):
+        """Return the targets as dense tensors."""
+        return [tf.convert_to_tensor(gradient) for gradient in target]
 
 
 def _listed_variables(variables) -> list[tf.Variable]:

@@ -89,6 +89,24 @@ def test_what_does_not_fit_is_refused():
     assert_alive()
 
 
+@several
+@pytest.mark.parametrize("by_reference", [False, True])
+def test_both_kinds_of_variables_of_tensorflow_1(by_reference):
+    """The type of one by reference is float32_ref, that of its gradient float32."""
+    v1 = tf.compat.v1
+    with tf.Graph().as_default():
+        variable = v1.Variable(tf.zeros([200]), use_resource=not by_reference)
+        assert variable.dtype._is_ref_dtype == by_reference
+        compression = Compression.topk([variable], density=0.05, min_numel=100)
+        with pytest.raises(ValueError, match=r"gradients\[0\] must have the type float32 of .*, got float64: use"):
+            reduce_gradients([tf.zeros([200], tf.float64)], [variable], compression=compression)
+        (found,) = reduce_gradients([tf.range(200.0)], [variable], compression=compression, op=hvd.Sum)
+        with v1.Session() as session:
+            session.run([v1.global_variables_initializer(), v1.local_variables_initializer()])
+            expected = np.where(np.arange(200) < 190, 0, np.arange(200)) * hvd.size()
+            np.testing.assert_array_equal(session.run(found), expected)
+
+
 def test_arguments_of_another_type_are_refused():
     """Such as pairs, which Keras' optimizers take, and arguments in the other order."""
     variables = [tf.Variable(tf.zeros([3])), tf.Variable(tf.zeros([4, 2]))]
