@@ -36,6 +36,7 @@ from hvd_sparse.tensorflow.devices import CPU, on_cpu, place_buffers
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, make_error_feedback, make_variable
 from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
 from hvd_sparse.tensorflow.hosts import Hosts, make_hosts
+from hvd_sparse.tensorflow.lifetime import built_outside
 from hvd_sparse.tensorflow.norm import sum_of_squares
 from hvd_sparse.tensorflow.parts import Parts
 from hvd_sparse.tensorflow.state import assign_all, evaluate, gather_state, identity_of, restore_state
@@ -66,13 +67,14 @@ class SparseCompressor(Logged, tf.__internal__.tracking.AutoTrackable):  # a mod
         ValueError: Wrong arguments; and when a step is traced, on every rank, models or settings that differ between
             ranks, or a reduction other than Sum and Average.
         TypeError: Arguments of another type.
-        RuntimeError: When a step is traced: `tf.config.run_functions_eagerly`, Keras 3's optimizers, ranks that do not
-            call within 600 s (the environment variable HVD_SPARSE_TIMEOUT).
+        RuntimeError: Built by each trace of a `tf.function`; when a step is traced: `tf.config.run_functions_eagerly`,
+            Keras 3's optimizers, ranks that do not call within 600 s (the environment variable HVD_SPARSE_TIMEOUT).
         tf.errors.InvalidArgumentError: In a step: `hvd.join()`, ranks at different steps, damaged payloads.
     """
 
     def __init__(self, algorithm: Algorithm, variables, process_set=None):
-        self.step = make_variable([], "hvd_sparse/step", tf.int64)
+        with built_outside():
+            self.step = make_variable([], "hvd_sparse/step", tf.int64)
         self.feedback: dict[str, ErrorFeedback] = {}
         self.thresholds: list[tf.Variable] = []  # thresholds that outlive a step
         self.place: tf.Variable | None = None  # whose error feedback this is: ranks, rank and shard
