@@ -36,7 +36,7 @@ from hvd_sparse.tensorflow.devices import CPU, on_cpu, place_buffers
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, make_error_feedback, make_variable
 from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
 from hvd_sparse.tensorflow.hosts import Hosts, make_hosts
-from hvd_sparse.tensorflow.lifetime import built_outside
+from hvd_sparse.tensorflow.lifetime import Lifetime, built_outside
 from hvd_sparse.tensorflow.norm import sum_of_squares
 from hvd_sparse.tensorflow.parts import Parts
 from hvd_sparse.tensorflow.state import assign_all, evaluate, gather_state, identity_of, restore_state
@@ -81,7 +81,9 @@ class SparseCompressor(Logged, tf.__internal__.tracking.AutoTrackable):  # a mod
         self.names: tf.Variable | None = None  # a digest of the method and the variables' names
         self.hosts: Hosts | None = None
         loss_scale = make_variable([], "hvd_sparse/loss_scale", tf.float64, 1.0)
-        self._parts = Parts(algorithm, loss_scale, Variables(variables), Exchange(process_set), TrafficVariables())
+        variables = Variables(variables)
+        lifetime, exchange = Lifetime(variables, self.step), Exchange(process_set)
+        self._parts = Parts(algorithm, loss_scale, variables, lifetime, exchange, TrafficVariables())
         if self._parts.variables.is_loaded():
             self._make_error_feedback()
         self._parts.exchange.warn_if_single(algorithm)
@@ -352,6 +354,7 @@ class SparseCompressor(Logged, tf.__internal__.tracking.AutoTrackable):  # a mod
             elif isinstance(gradient, tf.IndexedSlices) and exchange.rank() == 0:
                 warn(not_compressed(f"the sparse gradient of {variable.name}", parts.algorithm))
         if exchange.rank() == 0:
+            parts.lifetime.begin()
             warn_of_twins(call, parts.variables)
             warn_of_turns(set(gradients), parts.reduced, parts.variables)
         graph = tf.compat.v1.get_default_graph()

@@ -1,14 +1,26 @@
 """Tells when compressors are built in the training step, where each would live for one step only."""
 
 import contextlib
+import itertools
+import math
+import weakref
 from collections.abc import Iterator
 
 import tensorflow as tf
+
+from hvd_sparse.frames import warn
+from hvd_sparse.tensorflow.variables import Variables
 
 BUILT_INSIDE = (
     "hvd_sparse: build the compressor once, outside the tf.function: in it, each trace would build another, without "
     "the residuals"
 )
+NEW_EACH_STEP = (
+    "hvd_sparse: a new compressor is built in each step: its residual, what has not been sent, is lost. Build it once, "
+    "outside the step, and pass the same one to every tape"
+)
+_clock = itertools.count()
+_begun: weakref.WeakSet["Lifetime"] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
@@ -20,3 +32,39 @@ def built_outside() -> Iterator[None]:
         if tf.inside_function():
             raise RuntimeError(BUILT_INSIDE) from error
         raise
+
+
+class Lifetime:
+    """When a compressor was built, and when it began to reduce.
+
+    number: the variable that counts its steps.
+    """
+
+    def __init__(self, variables: Variables, number: tf.Variable):
+        self._variables = variables
+        self._number = number
+        self._built = next(_clock)
+        self._begun = math.inf  # until the first call
+        self._has_warned = False  # or one before it
+
+    def begin(self) -> None:
+        """Note the first call; warn once if it follows two others, on some of its variables, that took a step each.
+
+        Not with a state loaded, which has their residuals and their step.
+        """
+        if self in _begun:
+            return
+        self._begun = next(_clock)
+        earlier = [one for one in _begun if one._begun < self._built and self._shares_variables(one)]
+        before = sorted(earlier, key=lambda one: one._begun)
+        _begun.add(self)
+        self._has_warned = any(one._has_warned for one in before)
+        with tf.init_scope():  # eager, but in a graph of TensorFlow 1
+            steps = [int(one._number) for one in [*before[-2:], self]] if tf.executing_eagerly() else []
+        if steps == [1, 1, 0] and not self._has_warned:
+            self._has_warned = True
+            warn(NEW_EACH_STEP)
+
+    def _shares_variables(self, other: "Lifetime") -> bool:
+        """Return whether both reduce some variable."""
+        return bool(self._variables.names_of(other._variables[name] for name in other._variables))

@@ -8,6 +8,7 @@ import tensorflow as tf
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.tensorflow.calls import TracedCall
 from hvd_sparse.tensorflow.exchange import Exchange
+from hvd_sparse.tensorflow.lifetime import Lifetime
 from hvd_sparse.tensorflow.step import Step
 from hvd_sparse.tensorflow.traffic import TrafficVariables
 from hvd_sparse.tensorflow.variables import Variables
@@ -23,12 +24,14 @@ class Parts:
         algorithm: Algorithm,
         loss_scale: tf.Variable,
         variables: Variables,
+        lifetime: Lifetime,
         exchange: Exchange,
         traffic: TrafficVariables,
     ):
         self.algorithm = algorithm
         self.loss_scale = loss_scale
         self.variables = variables
+        self.lifetime = lifetime
         self.exchange = exchange
         self.traffic = traffic
         self.threshold_rows: Mapping[str, int] = {}
