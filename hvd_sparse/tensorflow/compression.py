@@ -187,8 +187,8 @@ class SparseCompressor(Logged, tf.__internal__.tracking.AutoTrackable):  # a mod
             ValueError: A graph of TensorFlow 1 needs `session`.
             RuntimeError: Inside a `tf.function`.
         """
-        parts, exchange = self._parts, self._parts.exchange
-        if parts.has_optimizer and parts.call is None and exchange.is_used() and not exchange.is_last_of_elastic():
+        parts = self._parts
+        if parts.has_optimizer and parts.is_idle():
             warn(NEVER_CALLED)
         norm = self._parts.norm if self._parts.norm is not None else self._residual_norm()
         number, steps, skipped, *counted, norm = evaluate([self.step, *parts.traffic.variables, norm], session)

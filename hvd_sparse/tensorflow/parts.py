@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Mapping
 
+import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
@@ -44,3 +45,8 @@ class Parts:
         self.is_scaled = False  # whether loss_scale was set
         self.has_optimizer = False  # whether a Keras optimizer of Horovod was made with it
         self.calls_in: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # graph -> how many calls it holds
+
+    def is_idle(self) -> bool:
+        """Return whether Horovod has called the compressor for no gradient, though there are ranks to exchange with."""
+        is_alone = not hvd.is_initialized() or not self.exchange.is_used() or self.exchange.is_last_of_elastic()
+        return self.call is None and not is_alone

@@ -1,5 +1,7 @@
 """log_to reports the numbers of stats() after the requested steps, from inside a traced step."""
 
+import warnings
+
 import horovod.tensorflow as hvd
 import numpy as np
 import pytest
@@ -81,3 +83,31 @@ def test_keras_logs():
     assert stats["steps"] == 8
     assert len(seen) == 2 and seen[-1]["sent/payload_bytes"] == stats["step"]["payload_bytes"] > 0
     assert history["sent/residual_norm"][-1] == pytest.approx(stats["residual_norm"])
+
+
+@several
+@pytest.mark.parametrize("reduces", [False, True])
+def test_keras_logs_of_a_compressor_that_nothing_uses_warn_once(reduces):
+    """Such as with Keras 3, `compile` with its own optimizer, and no train_step with a tape."""
+
+    class Model(tf.keras.Sequential):
+        def train_step(self, data):
+            inputs, targets = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(inputs) - targets) ** 2)
+            if reduces:
+                tape = hvd.DistributedGradientTape(tape, compression=compression)
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+            return {"loss": loss}
+
+    model = Model([tf.keras.Input([8]), tf.keras.layers.Dense(4)])
+    variables = model.trainable_variables
+    compression = Compression.gradient_dropping(model, density=0.1)
+    model.compile(tf.keras.optimizers.SGD(0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        callbacks = [LogCompression(compression)]
+        model.fit(np.ones([8, 8]), np.zeros([8, 4]), batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
+    told = sum("no step of this epoch has reduced gradients" in str(one.message) for one in caught)
+    assert told == (not reduces and hvd.rank() == 0)
+    assert compression.stats()["steps"] == 2 * reduces
