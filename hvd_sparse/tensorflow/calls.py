@@ -258,8 +258,8 @@ def warn_of_twins(call: Call, variables: Variables) -> None:
     """Warn if Horovod keeps this call's graph, and others of the compressor have the shape and type of its variables.
 
     Under a tape outside a tf.function, and in its Keras optimizers, Horovod reduces in a tf.function of its own, one
-    for each compressor. TensorFlow tells its calls apart by shapes and types, not by variables: for a later call with
-    one of the others it would run the graph of this call, with its residuals.
+    for each compressor, and for each of these optimizers. TensorFlow tells its calls apart by shapes and types, not by
+    variables: for a later call with one of the others it would run the graph of this call, with its residuals.
     """
     own = variables.names_of(call.variables)
     graph = tf.compat.v1.get_default_graph()
@@ -273,8 +273,9 @@ def warn_of_twins(call: Call, variables: Variables) -> None:
         warn(
             f"hvd_sparse: this call reduces {len(own)} of the compressor's variables, and others have shapes of these. "
             "Should another call reduce others, TensorFlow would take it for this one, and mix up their gradients: "
-            "build a compressor for each call, and a new one, with the old one's state, when layers are frozen or "
-            "unfrozen. If no other call reduces the others, all is well"
+            "build a compressor for each call. When layers are frozen or unfrozen, compile with a new "
+            "hvd.DistributedOptimizer around the same compressor, or under a tape build a new compressor with the old "
+            "one's state. If no other call reduces the others, all is well"
         )
 
 

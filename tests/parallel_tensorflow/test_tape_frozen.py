@@ -1,6 +1,7 @@
 """Variables without a gradient: frozen integers are ignored, others take no part in a step that has no gradient."""
 
 import horovod.tensorflow as hvd
+import horovod.tensorflow.keras as hvd_keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -89,3 +90,29 @@ def test_nothing_is_lost_where_gradients_are_missing(graph, case):
     for name, shape in SHAPES.items():
         assert out[name].any()
         np.testing.assert_array_equal(out[name] + left[name]["residual"].reshape(shape), fed[name], err_msg=name)
+
+
+@several
+@pytest.mark.filterwarnings("ignore:hvd_sparse. this call reduces 2 of")
+def test_a_new_keras_optimizer_tells_equal_layers_apart():
+    """Three equal layers, of which another one is frozen in the second phase, with one compressor."""
+    model = tf.keras.Sequential([tf.keras.Input([8]), *(tf.keras.layers.Dense(8, use_bias=False) for _ in range(3))])
+    compression = Compression.gradient_dropping(model, density=0.1, min_numel=0)
+    inputs, steps = np.random.default_rng(hvd.rank()).normal(size=(8, 8)), 0
+
+    def numbers():
+        residuals = [memory["residual"] for memory in compression.state_dict()["memory"].values()]
+        return [weights.ravel() for weights in model.get_weights()], residuals
+
+    for trained in ((0, 1), (1, 2)):
+        for place, layer in enumerate(model.layers):
+            layer.trainable = place in trained
+        optimizer = hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.1), compression=compression)
+        model.compile(optimizer, "mse")
+        for _ in range(2):
+            before = numbers()
+            model.train_on_batch(inputs, inputs[:, ::-1])
+            for old, new in zip(before, numbers(), strict=True):  # weights, then residuals
+                assert {place for place in range(3) if (new[place] != old[place]).any()} == set(trained)
+            steps += 1
+    assert compression.stats()["steps"] == steps
