@@ -6,6 +6,7 @@ of a bucket into a message, the exchange sends it, and the codec turns the messa
 then reads the sum of its own gradient.
 
     present   an all-reduce that starts the step: do all ranks take part, at the same step, with the same settings?
+              It waits for the first gradient of the backward pass, as a forward pass may end with an error.
               All other collectives wait for it, as a collective that not every rank starts would never end
     encode    accumulates each gradient, selects the entries to send and packs them
     vote      counts the gradients that were not finite on any rank: if there are any, the step is skipped; also
@@ -120,7 +121,8 @@ class Step:
             Arrival(name, gradient, gradient.dtype, self.feedback[name], name in compressed)
             for name, gradient in gradients.items()
         ]
-        now = self._begin(*factors, suffix, [*lines, *gradients])
+        with tf.control_dependencies([list(gradients.values())[-1]]):  # the first of the backward pass
+            now = self._begin(*factors, suffix, [*lines, *gradients])
         self._scale(arrivals, now.units)
         inner = now
         if self.hosts is not None:

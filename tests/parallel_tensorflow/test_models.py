@@ -1,12 +1,13 @@
 """Gradient tapes of real models: missing and sparse gradients, groups, retracing, several steps in one graph."""
 
+import time
 import warnings
 
 import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
-from tf_helpers import assert_ranks_agree, residual_of, total
+from tf_helpers import assert_alive, assert_ranks_agree, residual_of, total
 
 from hvd_sparse.tensorflow import Compression
 
@@ -291,3 +292,30 @@ def test_a_trainer_that_resembles_an_optimizer():
     assert len(told) == (hvd.rank() == 0)
     assert_ranks_agree({"weight": variables[0].numpy()})
     assert 0 < np.count_nonzero(variables[0].numpy() != 1.0) < 600
+
+
+def test_a_forward_pass_that_fails_on_a_rank_leaves_no_collective_behind():
+    """As at the end of a rank's data, which its training step reads: the others, which know, meet it in other calls."""
+    variable = tf.Variable(tf.ones([200]))
+    compression = Compression.gradient_dropping([variable], density=0.05, min_numel=0)
+
+    def read(fails):
+        time.sleep(0.3)  # more than a collective needs to start that depends on nothing
+        if fails:
+            raise StopIteration
+        return np.float32(1.0)
+
+    @tf.function
+    def step(fails):
+        scale = tf.ensure_shape(tf.numpy_function(read, [fails], tf.float32), [])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * scale)
+        return hvd.DistributedGradientTape(tape, compression=compression, op=hvd.Sum).gradient(loss, [variable])[0]
+
+    step(False)
+    if hvd.rank() == 0:
+        with pytest.raises(tf.errors.OutOfRangeError):
+            step(True)
+    assert_alive()
+    assert np.count_nonzero(step(False).numpy()) == 10
+    assert compression.stats()["steps"] == 2
