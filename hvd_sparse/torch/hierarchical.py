@@ -205,20 +205,17 @@ class HierarchicalStep(OptimizerStep):
 
     def add(self, arrival: Arrival) -> torch.Tensor:
         """Add one gradient to the step; return the token for Horovod to all-reduce."""
-        name = arrival.name
-        self.arrivals[name] = arrival
-        if name in self._title_of:
-            self._missing[self._title_of[name]].discard(name)
-            if self.sends_early:
-                self._start_full()
+        self.arrivals[arrival.name] = arrival
+        if title := self._title_of.get(arrival.name):
+            self._missing[title].discard(arrival.name)
+            self._start_full()
         return self._tokens.take()
 
     def end_backward(self) -> bool:
         """Start the complete messages once all ranks have begun the step; return False if they did not in time."""
-        if not self._presence.is_answered_in_time():
-            return False
-        self._start_full()
-        return True
+        if is_answered := self._presence.is_answered_in_time():
+            self._start_full()
+        return is_answered
 
     def finish(self) -> None:
         """Sum the gradients over the host's ranks, compress this rank's shards, and start exchanging them."""
@@ -317,7 +314,7 @@ class HierarchicalStep(OptimizerStep):
 
     def _start_full(self) -> None:
         """Start the complete messages, once the presence check shows that all ranks take part in this step."""
-        if self._clips_model or not self._presence.may_gather():
+        if self._clips_model or not self.sends_early or not self._presence.may_gather():
             return
         with self.traffic.timed("exchange"):
             self._presence.check(self.units.world_size)
