@@ -6,6 +6,11 @@ NOT_COPIED = (
     "may save state_dict(). Under DistributedDataParallel copy or save model.module"
 )
 
+NEW_EACH_STEP = (
+    "hvd_sparse: a new compressor is built in each step: its residual, what has not been sent, is lost. Build it once, "
+    "outside the step"
+)
+
 
 def not_called(name: str, where: str = "with one process") -> str:
     """Return the warning that Horovod will not call a compressor of a method that takes the optimizer's work."""

@@ -9,15 +9,12 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from hvd_sparse.frames import warn
+from hvd_sparse.messages import NEW_EACH_STEP
 from hvd_sparse.tensorflow.variables import Variables
 
 BUILT_INSIDE = (
     "hvd_sparse: build the compressor once, outside the tf.function: in it, each trace would build another, without "
     "the residuals"
-)
-NEW_EACH_STEP = (
-    "hvd_sparse: a new compressor is built in each step: its residual, what has not been sent, is lost. Build it once, "
-    "outside the step, and pass the same one to every tape"
 )
 _clock = itertools.count()
 _begun: weakref.WeakSet["Lifetime"] = weakref.WeakSet()
@@ -63,7 +60,7 @@ class Lifetime:
             steps = [int(one._number) for one in [*before[-2:], self]] if tf.executing_eagerly() else []
         if steps == [1, 1, 0] and not self._has_warned:
             self._has_warned = True
-            warn(NEW_EACH_STEP)
+            warn(f"{NEW_EACH_STEP}, and pass the same one to every tape")
 
     def _shares_variables(self, other: "Lifetime") -> bool:
         """Return whether both reduce some variable."""

@@ -75,7 +75,7 @@ class OwnLoop(Compressor):
     def _start_own_loop(self) -> OwnLoopChecks:
         """Return the checks of a loop that reduces its gradients itself, made at the first call."""
         if self._own_loop is None:
-            self._own_loop = OwnLoopChecks(self._parameters.values(), self._exchange.collectives)
+            self._own_loop = OwnLoopChecks(self._parameters.values(), self._exchange.collectives, self._number)
             self._optimizer_checks.own_loop = self._own_loop.before_step
         return self._own_loop
 

@@ -1,11 +1,13 @@
-"""Finds steps of an optimizer that apply gradients which reduce_gradients() has not reduced."""
+"""Finds loops that call reduce_gradients() for some steps only, or on a new compressor in each step."""
 
 import weakref
 from collections.abc import Iterable
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hvd_sparse.frames import warn
+from hvd_sparse.messages import NEW_EACH_STEP
 from hvd_sparse.torch.collectives import Collectives
 from hvd_sparse.torch.optimizer_checks import compressed_ids, have_gradients
 
@@ -18,25 +20,30 @@ ALONE = (
     "alone. Build the compressor from all parameters of the optimizer; those in its argument dense are not compressed. "
     "If something else reduces it, all is well"
 )
+_lives = WeakIdKeyDictionary()  # the first parameter of compressors: lists with the steps of the last three
 
 
 class OwnLoopChecks:
-    """Checks the optimizers of a compressor whose reduce_gradients() is called.
+    """Checks a compressor whose reduce_gradients() is called, and the optimizers that have its parameters.
 
     Args:
         parameters: The compressor's parameters.
         collectives: Those of the compressor.
+        number: The number of the compressor's next step.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], collectives: Collectives):
+    def __init__(self, parameters: Iterable[torch.Tensor], collectives: Collectives, number: int):
         self._by_id, self._collectives = {id(one): one for one in parameters}, collectives
+        self._steps = [0]  # a list, which outlives this compressor
+        self._warn_of_short_lives(number)
         self._reduced: set[int] = set()  # parameters with a reduced gradient that no optimizer has stepped with yet
         self._applied: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # optimizer: a gradient, its version
         self._has_told_of_steps = self._has_told_of_others = False
 
     def after_reduction(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Note that these have reduced gradients."""
+        """Note that these have reduced gradients, at the end of a step."""
         self._reduced |= set(map(id, parameters))
+        self._steps[0] += 1
 
     def before_step(self, optimizer: torch.optim.Optimizer, own: set[int]) -> None:
         """Warn once of gradients that were not reduced, where earlier ones were; own: parameters of the compressor.
@@ -55,6 +62,13 @@ class OwnLoopChecks:
             if is_new and have_gradients(self._by_id[one] for one in own):
                 self._has_told_of_steps = True
                 self._warn(NOT_REDUCED)
+
+    def _warn_of_short_lives(self, number: int) -> None:
+        """Warn at the third compressor of which each takes a step, unless it has loaded the state of the second."""
+        lives = _lives.setdefault(next(iter(self._by_id.values())), [])
+        if number == 0 and lives[-2:] == [[1], [1]] and lives[:-2] != [[1]]:
+            self._warn(NEW_EACH_STEP)
+        lives[:] = [*lives[-2:], self._steps]
 
     def _first_gradient(self, own: set[int]) -> tuple[weakref.ref, int] | None:
         """Return the gradient of the first of these parameters that has one, and the number of its changes."""

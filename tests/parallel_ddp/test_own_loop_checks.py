@@ -190,3 +190,36 @@ def test_a_parameter_of_another_compressor_or_without_a_gradient_is_not_alone():
             frozen.step()
 
     assert not told(training)
+
+
+@pytest.mark.parametrize("before", [0, 3], ids=["from the first step on", "after other steps"])
+def test_a_new_compressor_in_each_step_is_warned_of_once(before):
+    loop = Loop()
+
+    def training():
+        for _ in range(before):
+            loop.step()
+        for _ in range(5):
+            loop.compression = Compression.gradient_dropping(loop.model.named_parameters(), 0.05, min_numel=100)
+            loop.step()
+
+    assert_told(told(training), "a new compressor is built in each step: its residual, what has not been sent, is lost")
+
+
+def test_a_new_compressor_now_and_then_is_not():
+    """With the state of the one before, as when layers are frozen, or for another phase of several steps."""
+    loop = Loop()
+
+    def training():
+        for t in range(4):
+            state = loop.compression.state_dict() if t > 0 else None
+            loop.compression = Compression.gradient_dropping(loop.model.named_parameters(), 0.05, min_numel=100)
+            if state:
+                loop.compression.load_state_dict(state)
+            loop.step()
+        for _ in range(4):
+            loop.compression = Compression.gradient_dropping(loop.model.named_parameters(), 0.05, min_numel=100)
+            for _ in range(2):
+                loop.step()
+
+    assert told(training) == []
