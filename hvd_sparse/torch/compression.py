@@ -170,7 +170,8 @@ class SparseCompressor(Compressor):
     def _start_all_checks(self) -> None:
         """Start comparing settings of all compressors at once: their first uses may come in any order."""
         self._check_optimizer()
-        gc.collect()  # one that nothing uses any more may be there on some ranks only
+        if any(one is not self and one._check.is_to_start() for one in list(_compressors)):
+            gc.collect()  # one that nothing uses any more may be there on some ranks only
         for compressor in list(_compressors):
             compressor._start_check()
 

@@ -30,14 +30,18 @@ class ConfigurationCheck:
         """Return whether the ranks have to compare settings before the next step."""
         return self._passed_in is not self._exchange.collectives.incarnation()
 
+    def is_to_start(self) -> bool:
+        """Return whether comparing is neither in flight nor done, and possible now."""
+        collectives = self._exchange.collectives
+        is_started = self._started is not None and self._started[0] is collectives.incarnation()
+        return not is_started and self.is_due() and collectives.can_start()
+
     def start(self, lines: list[str], step: int) -> None:
         """Start comparing settings with all ranks, unless that is in flight, done, or not possible yet."""
         with _lock:
-            collectives = self._exchange.collectives
-            now = collectives.incarnation()
-            is_started = self._started is not None and self._started[0] is now
-            if is_started or not self.is_due() or not collectives.can_start():
+            if not self.is_to_start():
                 return
+            now = self._exchange.collectives.incarnation()
             try:
                 self._started = now, self._exchange.start_check(lines, step)
             except ValueError:  # the name is in use: Horovod still runs, and hvd.init() has dropped what was in flight

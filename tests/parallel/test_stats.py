@@ -14,7 +14,7 @@ pytestmark = pytest.mark.rank_counts  # on two ranks, bytes received and sent ar
 
 SHAPES = {"big": (120, 50), "middle": (2000,), "small": (64,)}
 K = {"big": 60, "middle": 20}  # density 0.01
-TOKEN, VOTE, PRESENCE = 8, 48, 32  # of a tensor; of a step; of a step
+TOKEN, VOTE, PRESENCE = 8, 48, 40  # of a tensor; of a step; of a step
 
 
 def payload_by_hand(n, k, item):

@@ -56,7 +56,7 @@ def test_sparse_on_every_link_learns_and_replicas_agree(compression):
         losses = np.mean([one["losses"] for one in of_stage], axis=0)
         assert losses[-5:].mean() < 0.9 * losses[:5].mean()
         # DGC's payloads of so small a stage are rows of an all-reduce: those of both replicas count. With the presence
-        # sum and the vote, 32 and 48 bytes, a step sends 1514 bytes for the first stage, whose gradients have 2072.
+        # sum and the vote, 40 and 48 bytes, a step sends 1522 bytes for the first stage, whose gradients have 2072.
         assert of_stage[0]["dp_ratio"] > (1.35 if compression == "dgc" else 2.0)
 
 
