@@ -3,6 +3,7 @@
 Horovod names it after the number of calls before it, so that ranks which have made different numbers wait for ever.
 """
 
+import gc
 import time
 import weakref
 from contextlib import nullcontext
@@ -157,6 +158,26 @@ def test_a_compressor_that_was_reset_and_is_collected_on_one_rank_only(ranks_hav
     late_backward(parameters, 0)
     optimizer.step()
     assert ranks_have_made_as_many_calls()
+
+
+def test_a_dropped_compressor_that_only_one_rank_still_has_begins_nothing(ranks_have_made_as_many_calls):
+    """After hvd.init() was called again, the first step of any compressor starts the comparisons of all of them."""
+    gc.collect()
+    gc.disable()
+    try:
+        parameters, optimizer, dropped = make("gather", "dropped.")
+        late_backward(parameters, 0)
+        optimizer.step()
+        dropped._check._passed_in = None  # since then
+        del parameters, optimizer, dropped
+        if hvd.rank() == 1:
+            gc.collect()
+        parameters, optimizer, _ = make("gather")
+        late_backward(parameters, 0)
+        optimizer.step()
+        assert ranks_have_made_as_many_calls()
+    finally:
+        gc.enable()
 
 
 def test_backward_waits_for_a_rank_without_gradients_once(ranks_have_made_as_many_calls, monkeypatch):
