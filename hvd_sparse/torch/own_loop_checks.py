@@ -66,7 +66,8 @@ class OwnLoopChecks:
     def _warn_of_short_lives(self, number: int) -> None:
         """Warn at the third compressor of which each takes a step, unless it has loaded the state of the second."""
         lives = _lives.setdefault(next(iter(self._by_id.values())), [])
-        if number == 0 and lives[-2:] == [[1], [1]] and lives[:-2] != [[1]]:
+        was_told = lives[:-2] == [[1]]
+        if number == 0 and lives[-2:] == [[1], [1]] and not was_told:
             self._warn(NEW_EACH_STEP)
         lives[:] = [*lives[-2:], self._steps]
 

@@ -8,9 +8,9 @@ sum still tells whether any rank has a frozen one.
 
 A rank that waits for the others between two steps announces this in the same all-reduce: `hvd_sparse.announcement`.
 
-Horovod names a user's collective without a name after the number of calls before it, so that the ranks must have made
-equal numbers of calls when a backward pass ends: what is sent earlier than in the optimizer's step, and does not wait
-for the check, is sent by the end of the backward pass on all ranks, or on none. This, too, the sum tells.
+Horovod names a user's collective without a name after the number of calls before it: when a backward pass ends, all
+ranks must have made as many calls. So payloads that are sent before the optimizer's step are sent by the end of the
+backward pass on all ranks, or on none. Which of both, the same sum tells: each rank adds 1 if it can send early.
 """
 
 from collections.abc import Sequence
