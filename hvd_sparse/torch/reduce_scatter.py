@@ -36,18 +36,17 @@ class ReduceScatter:
             return []
         balances = must_balance(presence.sums(), self.exchange.size())
         unknown = [bucket for bucket in scattered if balances or bucket.scattered.regions.bounds is None]
-        ready = scattered
         if wait:
             self._balance(unknown)
-        else:
-            ready = [bucket for bucket in scattered if all(bucket is not one for one in unknown)]
+            unknown = []
+        ready = [bucket for bucket in scattered if all(bucket is not one for one in unknown)]
         for bucket in ready:
             data = bucket.scattered
             data.sent = sent = data.regions.split(data.selected)
             bucket.pending = self.exchange.alltoall(bucket.name, torch.from_numpy(sent.message), sent.splits)
             collectives.append(bucket.pending)
         self.started += ready
-        return [] if wait else unknown
+        return unknown
 
     def finish(self, collectives: list[Pending]) -> None:
         """Reduce the received entries, and start the all-gather of the kept sums. Waits for all ranks."""

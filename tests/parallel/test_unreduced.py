@@ -1,11 +1,10 @@
 """An optimizer that trains what it does not reduce, and each rank alone, unless something else reduces it."""
 
-import warnings
-
 import horovod.torch as hvd
 import pytest
 import torch
 from helpers import assert_alive, assert_ranks_agree, distributed, make_parameters
+from told import told
 
 from hvd_sparse.torch import Compression
 
@@ -28,14 +27,6 @@ def late_layer(late, compresses):
         optimizer.zero_grad()
     other.requires_grad_(True)
     return early, other, optimizer
-
-
-def told(training):
-    """Return the warnings of a training."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        training()
-    return [str(one.message) for one in caught]
 
 
 @pytest.mark.parametrize("late", ["added", "unfrozen"])

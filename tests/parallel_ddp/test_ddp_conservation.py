@@ -72,7 +72,8 @@ def test_parameters_that_a_rank_or_all_freeze(method):
         balance.deliver(trainer.reduced(balance.gradients(step, [one for one in SHAPES if one not in frozen])))
         sent.append(trainer.compression.stats()["step"]["payload_bytes"])
     balance.check()
-    assert method not in ("tensor", "dense") or sent[11] < sent[10]
+    first = 10 if dist.get_world_size() > 1 else 9  # step of the last ones in which all ranks freeze
+    assert method not in ("tensor", "dense") or sent[first + 1] < sent[first]
 
 
 @pytest.mark.parametrize("method", WITH_MOMENTUM)

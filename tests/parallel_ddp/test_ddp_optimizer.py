@@ -81,7 +81,8 @@ def test_a_compressor_that_is_not_registered_is_warned_of_once():
             loss_of(model).backward()
             optimizer.step()
     told = [one for one in found if re.search(message, str(one.message))]
-    assert len(told) == (dist.get_rank() == 0) and compression.stats()["steps"] == 0
+    assert len(told) == (dist.get_rank() == 0 and dist.get_world_size() > 1)  # a rank alone has nothing to compress
+    assert compression.stats()["steps"] == 0
 
 
 @pytest.mark.parametrize("by_name", [False, True])

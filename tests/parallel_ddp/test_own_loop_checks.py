@@ -1,11 +1,11 @@
 """Warnings of loops with `reduce_gradients` whose optimizers apply what no rank has reduced."""
 
 import re
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from told import told
 from torch import nn
 
 from hvd_sparse.torch import own_loop_checks
@@ -33,14 +33,6 @@ class Loop:
         self.backward()
         for do in does or (self.compression.reduce_gradients, self.optimizer.step):
             do()
-
-
-def told(training):
-    """Return the warnings of a training."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        training()
-    return [str(one.message) for one in caught]
 
 
 def assert_told(found, pattern):
