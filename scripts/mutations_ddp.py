@@ -10,7 +10,7 @@ DDP = [
     ),
     (
         "a parameter without a gradient sends its residual",
-        "hvd_sparse/torch/own_loop.py",
+        "hvd_sparse/torch/group_compressor.py",
         "                missing.add(name)\n",
         "",
         "ddp test_own_loop keeps_its_residual",
@@ -59,7 +59,7 @@ DDP = [
     ),
     (
         "a grad that no rank computed is overwritten, DDP",
-        "hvd_sparse/torch/ddp.py",
+        "hvd_sparse/torch/group_compressor.py",
         "if arrival.name not in kept and result.data_ptr()",
         "if result.data_ptr()",
         "ddp test_ddp_conservation stays",

@@ -9,9 +9,7 @@ bucket's gradients and starts to send messages during the backward pass. The las
 """
 
 import weakref
-from collections.abc import Collection
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,25 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.checks import some
 from hvd_sparse.torch import dense_hook
-from hvd_sparse.torch.codecs.base import Arrival
-from hvd_sparse.torch.collectives.distributed import DistributedCollectives
-from hvd_sparse.torch.dense_bucket import fills
 from hvd_sparse.torch.exchange import Pending
-from hvd_sparse.torch.optimizer_checks import TWO_PASSES
-from hvd_sparse.torch.own_loop import SPARSE, TWO_REDUCTIONS, OwnLoop
+from hvd_sparse.torch.group_compressor import SPARSE, GroupCompressor
 from hvd_sparse.torch.parameters import NamedParameters
-from hvd_sparse.units import Units
-
-
-class ArrivedBucket(NamedTuple):
-    """A DDP bucket whose gradients have been added to the step."""
-
-    buffer: torch.Tensor
-    future: Future[torch.Tensor]
-    arrivals: list[Arrival]
-    sizes: list[int]  # elements of the tensors sent dense, in the order of the arrivals that carry no token
-    pending: Pending | None  # the all-reduce of these tensors, concatenated
-
 
 FROZEN_THEN = (
     "hvd_sparse: DistributedDataParallel trains a parameter that its compressor was not built with, as it was frozen "
@@ -48,7 +30,7 @@ FROZEN_THEN = (
 )
 
 
-class DDPCompressor(OwnLoop):
+class DDPCompressor(GroupCompressor):
     """A compressor with error feedback for one DistributedDataParallel. The methods of `Compression` make it.
 
     If any rank has a gradient that is not finite, the step is skipped on all ranks: every gradient becomes NaN, so that
@@ -76,15 +58,10 @@ class DDPCompressor(OwnLoop):
         parameters: NamedParameters,
         process_group: dist.ProcessGroup | None = None,
     ):
-        self._collectives = DistributedCollectives(process_group)
-        super().__init__(algorithm, parameters, self._collectives)
-        self._collectives.device = self._parameters.device
+        super().__init__(algorithm, parameters, process_group)
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._model: weakref.ref[DistributedDataParallel] | None = None  # it keeps the hook, and so this compressor
         self._trained = 0  # number of parameters that the model trains
-        self._arrived: list[ArrivedBucket] = []
-        self._arrived_names: set[str] = set()
-        self._used: set[str] = set()  # parameters with a gradient since the last step
         self._reduced: set[str] = set()  # parameters that the model reduces: those of its last step
         self._optimizer_checks.further = weakref.WeakMethod(self._refuse_unreduced)
 
@@ -215,11 +192,8 @@ class DDPCompressor(OwnLoop):
 
     def _open_step(self) -> None:
         """Begin a step."""
-        if self._check.is_due():
-            self._check_configuration()
-        self._arrived, self._arrived_names = [], set()
         self._collectives.leaves_out = self._leaves_out()
-        self._begin()
+        super()._open_step()
 
     def _take_bucket(self, bucket: dist.GradBucket, names: list[str]) -> Future[torch.Tensor]:
         """Add a bucket's gradients to the step."""
@@ -230,63 +204,11 @@ class DDPCompressor(OwnLoop):
         unused = {name for name in names if name not in self._used} if self._leaves_out() else ()
         return self._take(bucket.buffer(), names, gradients, unused)
 
-    def _take(
-        self, buffer: torch.Tensor, names: list[str], gradients: list[torch.Tensor], unused: Collection[str]
-    ) -> Future[torch.Tensor]:
-        """Add gradients of one dtype to the step, and start the all-reduce of tensors that are sent dense."""
-        arrivals, sums, future = [], [], Future(devices=[buffer.device] if buffer.is_cuda else [])
-        for name, gradient in zip(names, gradients, strict=True):
-            arrival = self._arrival_of(name, gradient, name in unused)
-            if arrival.frozen and arrival.origin is None:  # sums go there, and this one may stay
-                arrival = Arrival(name, gradient.clone(), True, origin=gradient)
-            carried = self._step.add(arrival)
-            arrivals.append(arrival)
-            if not arrival.carries_token:
-                sums.append(carried.reshape(-1))
-        pending = self._start_sum(f"ddp.{len(self._arrived)}", buffer, sums) if sums else None
-        self._arrived.append(ArrivedBucket(buffer, future, arrivals, [one.numel() for one in sums], pending))
-        self._arrived_names.update(names)
-        return future
-
-    def _start_sum(self, name: str, buffer: torch.Tensor, sums: list[torch.Tensor]) -> Pending:
-        """Start one all-reduce that sums tensors, [n] each: in place, if it is one or if they fill the buffer."""
-        one = sums[0] if len(sums) == 1 else buffer if fills(buffer, sums) else None
-        whole = torch.cat(sums) if one is None else one
-        if whole.dtype == torch.float16:  # the sum may overflow float16, the mean does not
-            whole.mul_(1.0 / self._exchange.size())
-        return self._exchange.allreduce(name, whole, counted=False)  # `Step.add` has counted it
-
     def _deliver(self) -> None:
         """Finish the step: write the mean over all ranks to the buckets."""
         self._reduced = self._arrived_names
         self._refuse_unreduced()
-        unused = self._start_unused()
-        self._finish()
-        scale, kept = 1.0 / self._exchange.size(), self._unused_everywhere(unused)
-        for arrived in self._arrived:
-            if arrived.pending is not None:
-                with self._traffic.timed("exchange"):
-                    total = arrived.pending.wait()
-            with self._traffic.timed("decompress"):
-                if self._overflowed:
-                    for arrival in arrived.arrivals:
-                        if arrival.name not in kept:
-                            arrival.passed.fill_(float("nan"))
-                    continue
-                means = []
-                if arrived.pending is not None:
-                    total = total if total.dtype == torch.float16 else total.mul_(scale)
-                    means = list(total.split(arrived.sizes))
-                self._put(arrived.arrivals, means, scale, kept)
-        self._end()
-        if not self._overflowed:  # a loss scaler skips the optimizer's step after an overflow
-            used = [self._parameters[name] for name in self._used]  # none on a rank that has left its loop in `Join`
-            self._optimizer_checks.check_reduction(used, TWO_PASSES if self._is_registered() else TWO_REDUCTIONS)
-            self._optimizer_checks.after_reduction(used)
-        for arrived in self._arrived:
-            arrived.future.set_result(arrived.buffer)
-        self._arrived, self._arrived_names = [], set()
-        self._used.clear()
+        super()._deliver()
 
     def _refuse_unreduced(self) -> None:
         """Raise RuntimeError if a parameter that trains has a gradient that DDP does not reduce."""
@@ -299,34 +221,12 @@ class DDPCompressor(OwnLoop):
                 "train, delete that and its compressor, build both anew, and load the compressor's state"
             )
 
-    def _put(self, arrivals: list[Arrival], means: list[torch.Tensor], scale: float, kept: set[str]) -> None:
-        """Write the reduced gradients to the bucket, but for `kept`. means: of the tensors sent dense, in order."""
-        dense = iter(means)
-        for arrival in arrivals:
-            carried = arrival.gradient if arrival.carries_token else next(dense)
-            place, result = arrival.passed, self._step.result(arrival, carried, scale)
-            if arrival.name not in kept and result.data_ptr() != place.data_ptr():
-                place.copy_(result.view(place.shape))
-
     def _start_unused(self) -> Pending | None:
         """Start to count the ranks that use each parameter, where the bucket of an unused one is its `grad`."""
         if not (self._leaves_out() and self._is_set("gradient_as_bucket_view")):
             return None  # DDP itself leaves such a `grad` as it is
         used = torch.tensor([float(name in self._used) for name in sorted(self._arrived_names)], device="cpu")
         return self._exchange.allreduce("used", used)
-
-    def _unused_everywhere(self, unused: Pending | None) -> set[str]:
-        """Return the parameters whose `grad` must stay, as no rank has used them."""
-        if unused is None:
-            return set()
-        with self._traffic.timed("exchange"):
-            counts = unused.wait().tolist()
-        return {name for name, count in zip(sorted(self._arrived_names), counts, strict=True) if count == 0.0}
-
-    def _units(self) -> Units:
-        """Return the units of the step that begins. DDP expects means of gradients."""
-        size = self._exchange.size()
-        return Units(size, 1.0 / size, self.loss_scale)
 
     def _description(self) -> list[str]:
         views = f"gradient_as_bucket_view = {self._is_set('gradient_as_bucket_view')}"
