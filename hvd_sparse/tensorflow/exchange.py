@@ -67,13 +67,13 @@ class Exchange(Members):
         (`hvd_sparse.pieces`).
         """
         words = tf.bitcast(tf.reshape(payload, [-1, WORD_BYTES]), tf.int64)
-        ranks, name = self.size(), f"{self._prefix}.{name}"
+        ranks = self.size()
         cut = plan_pieces(most_bytes, ranks)
         if cut.pieces == 1:
-            gathered = self._gather(name, words)
+            gathered = self.gather(name, words)
         else:
             parts = enumerate(cut_pieces(words, cut))
-            gathered = join_pieces([self._gather(f"{name}.piece{piece}", part) for piece, part in parts], ranks, cut)
+            gathered = join_pieces([self.gather(f"{name}.piece{piece}", part) for piece, part in parts], ranks, cut)
         return tf.reshape(tf.bitcast(gathered, tf.uint8), [-1])
 
     def alltoall(self, name: str, payload: tf.Tensor, splits: tf.Tensor) -> tf.Tensor:
@@ -94,10 +94,7 @@ class Exchange(Members):
 
     def gather(self, name: str, tensor: tf.Tensor) -> tf.Tensor:
         """All-gather tensors of any type, concatenated in rank order along the first dimension."""
-        return self._gather(f"{self._prefix}.{name}", tensor)
-
-    def _gather(self, name: str, tensor: tf.Tensor) -> tf.Tensor:
-        name = f"HorovodAllgather.{name}"
+        name = f"HorovodAllgather.{self._prefix}.{name}"
         return hvd.allgather(tensor, name=name, ignore_name_scope=True, process_set=self.process_set)
 
     def allreduce(self, name: str, tensor: tf.Tensor) -> tf.Tensor:

@@ -8,7 +8,7 @@ compressed all its gradients. Small tensors and those that the user names, and a
 sent dense.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
 
@@ -44,6 +44,7 @@ class Step(OptimizerStep):
             for name, parameter in parameters.items()
         }
         self.codec = CODECS[algorithm.selection](algorithm, parameters, self.feedback, exchange, traffic, self.device)
+        self.thresholds = self.codec.thresholds
         self._small = [name for name, one in parameters.items() if not algorithm.compresses(name, one.numel())]
         self._together = SmallTensors(algorithm, {name: self.feedback[name] for name in self._small}, self.device)
         self._frozen_before: frozenset[str] = frozenset()  # in the last step, frozen on all ranks: not sent
@@ -67,11 +68,6 @@ class Step(OptimizerStep):
         self._votes: list[Pending] = []
         self._whole_factor = 1.0  # of all gradients, where the norm of the whole model clips them
         self._presence: Presence
-
-    @property
-    def thresholds(self) -> Mapping:
-        """The thresholds by name."""
-        return self.codec.thresholds
 
     @property
     def regions(self) -> dict:

@@ -18,12 +18,8 @@ class FixedCount(BucketCodec):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
+        self.is_joint = self.algorithm.selection == "model"  # whether all variables share one selection
         self._hints = ThresholdHints(["model"] if self.is_joint else sorted(self.feedback))
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether all variables share one selection."""
-        return self.algorithm.selection == "model"
 
     def encode(self, arrivals: list[Arrival], now: Round) -> list[Bucket]:
         """Accumulate, select and pack, bucket by bucket."""

@@ -117,6 +117,8 @@ class Bucket:
 class Codec(abc.ABC):
     """Turns the gradients of a bucket into a message, and the messages of all ranks into sums."""
 
+    is_joint = False  # whether the tensors share one selection, which needs all gradients
+
     def __init__(
         self,
         algorithm: Algorithm,
@@ -134,18 +136,9 @@ class Codec(abc.ABC):
         self.device = device
         self.now: Round  # of the step under way
         self.finite: list[torch.Tensor] = []  # bool, any shape: was each gradient since the last vote finite?
+        self.thresholds: Mapping = {}  # by name; they persist across steps and are part of a checkpoint
         self.regions: Bounds = {}  # of reduce-scatters: part of a checkpoint
         self._segments: dict[tuple[str, ...], torch.Tensor | None] = {}
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether the tensors share one selection, which needs all gradients."""
-        return False
-
-    @property
-    def thresholds(self) -> Mapping:
-        """The thresholds by name. They persist across steps and are part of a checkpoint."""
-        return {}
 
     @property
     def values(self) -> str:

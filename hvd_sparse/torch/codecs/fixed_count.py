@@ -14,14 +14,10 @@ class FixedCount(BucketCodec):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
+        self.is_joint = self.algorithm.selection == "model"
         names = [*self.parameters]
         self._hints = dict(zip(names, bucket_ops.new_hints(len(names), self.device), strict=True))  # float64[3] each
         self._joint_hints = bucket_ops.new_hints(1, self.device)
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether all tensors share one selection."""
-        return self.algorithm.selection == "model"
 
     def plan(self, names: Sequence[str], prefix: str) -> list[Bucket]:
         """Return the buckets of these tensors, with their hints."""

@@ -27,21 +27,14 @@ class SharedIndices(Codec):
     They are those that the ranks have selected, no two the same (CLT-k, MiCRO), or that each rank computes (random-k).
     """
 
+    is_joint = True
+
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.selection = SELECTIONS[self.algorithm.selection](self)
+        self.thresholds = self.selection.thresholds
         self._whole: dict[tuple[str, ...], ErrorFeedback] = {}  # of all members; each member's is a slice
         self._aside: list[tuple[str, str, torch.Tensor]] = []  # name, kind of buffer, saved content
-
-    @property
-    def is_joint(self) -> bool:
-        """True: all tensors share one selection."""
-        return True
-
-    @property
-    def thresholds(self) -> Mapping:
-        """The thresholds of the selection."""
-        return self.selection.thresholds
 
     def drop(self) -> None:
         """Give up the step under way: frozen tensors get their buffers back."""

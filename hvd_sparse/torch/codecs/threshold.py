@@ -1,7 +1,7 @@
 """The codec for elements that reach a threshold: payload sizes differ between ranks and steps."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,16 +36,11 @@ class Threshold(BucketCodec):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         names = sorted(self.parameters)
-        self._thresholds = {
+        self.thresholds = {
             name: make_threshold(self.algorithm, position, len(names)) for position, name in enumerate(names)
         }
         self._own: dict[str, Filtered] = {}  # by bucket: this rank's payloads
         self._planned: set[str] = set()  # the tensors that this step has filtered
-
-    @property
-    def thresholds(self) -> Mapping:
-        """The thresholds that persist across steps, by tensor."""
-        return self._thresholds
 
     def begin(self, now: Round) -> None:
         """Begin a step."""
@@ -55,7 +50,7 @@ class Threshold(BucketCodec):
     def end(self) -> None:
         """End a step; tensors that it sent dense, or not at all, have not used their thresholds."""
         super().end()
-        for name, threshold in self._thresholds.items():
+        for name, threshold in self.thresholds.items():
             if name not in self._planned:
                 threshold.miss(self.now.number)
 
@@ -72,7 +67,7 @@ class Threshold(BucketCodec):
         if training:
             self._own[bucket.name] = own = self._filter(training)
             for name, *found in zip(training, own.thresholds, own.counts, strict=True):
-                self._thresholds[name].learn(self._payload(name).k, *found)
+                self.thresholds[name].learn(self._payload(name).k, *found)
             self.traffic.count(sent=sum(own.counts))
             bucket.message = own.payloads
         if len(training) < len(bucket.members):
@@ -162,7 +157,7 @@ class Threshold(BucketCodec):
     def _plan_of(self, name: str) -> Plan:
         payload = self._payload(name)
         self._planned.add(name)
-        return self._thresholds[name].plan(self.now.number, payload.k, payload.n)
+        return self.thresholds[name].plan(self.now.number, payload.k, payload.n)
 
     def _layout_of(self, names: Iterable[str], own: Filtered) -> BucketLayout:
         sizes = [self.parameters[name].numel() for name in names]
