@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from hvd_sparse.parameter_server import protocol
-from hvd_sparse.parameter_server.layout import ParameterLayout
-from hvd_sparse.parameter_server.placement import Placement
 from hvd_sparse.parameter_server.protocol import Kind, Message, Reason
 from hvd_sparse.parameter_server.server import Server
 from hvd_sparse.parameter_server.transport import Endpoint
@@ -77,35 +75,6 @@ def described(error: BaseException) -> str:
 def is_end(error: BaseException | None) -> bool:
     """Return whether an exception ends a run without an error: a generator's end, `sys.exit()` or `sys.exit(0)`."""
     return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
-
-
-def first_parameters(
-    end: Endpoint,
-    placement: Placement,
-    rank: int,
-    timeout: float,
-    layout: ParameterLayout,
-    ours: np.ndarray,
-    restore: str | None,
-) -> tuple[np.ndarray, bool]:
-    """Return the first server's initial parameters, for a server on another rank, and whether they are from a file.
-
-    If the first server has another model, return `ours`. One of the two servers then refuses every worker, with the
-    reason.
-    """
-    end.send(0, protocol.encode(Message(Kind.ASK, rank, body=protocol.as_body("start"))))
-    item = end.receive(timeout)
-    first = placement.servers[0]
-    if item is None:
-        raise TimeoutError(f"rank {first} has not sent its parameters within {timeout:g} seconds")
-    message = protocol.decode(item[1])
-    if message.kind != Kind.STATE:
-        raise RuntimeError(f"rank {placement.servers[item[0]]} cannot serve: {message.text}")
-    description, arrays = protocol.decode_state(message.body)
-    if restore is not None and not description["restored"]:
-        raise ValueError(f"restore={restore!r} was given to rank {rank}, and none to rank {first}, which reads it")
-    is_same = description["layout"] == layout.digest()
-    return arrays["parameters"] if is_same else ours, description["restored"]
 
 
 class Connection:

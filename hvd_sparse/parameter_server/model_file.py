@@ -1,10 +1,12 @@
 """A model as a session saves it: parameters by name, and the buffers of all layers in one vector."""
 
+import json
 import zipfile
 from collections.abc import Mapping
 
 import numpy as np
 
+from hvd_sparse.checkpoint import atomic_file
 from hvd_sparse.parameter_server.layout import RENAMED, ParameterLayout, is_renamed
 
 
@@ -22,8 +24,15 @@ def other_buffers(flat: np.ndarray, own: Mapping[str, np.ndarray]) -> dict[str, 
     return {name: part for name, part in parts.items() if not np.array_equal(own[name].reshape(-1), part)}
 
 
+def write_model(path: str, parameters: Mapping[str, np.ndarray], buffers: np.ndarray, settings: dict) -> None:
+    """Write parameters, the buffers of all layers, float32[n], and settings as JSON to a file that `restored` reads."""
+    arrays = {f"parameter/{name}": array for name, array in parameters.items()}
+    with atomic_file(path) as file:
+        np.savez(file, buffers=buffers, settings=np.array(json.dumps(settings)), **arrays)
+
+
 def restored(path: str, layout: ParameterLayout, buffers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the flat parameters and buffers of a file that `save` wrote; `buffers` if the file has none.
+    """Return the flat parameters and buffers of a file that `write_model` wrote; `buffers` if the file has none.
 
     Raises ValueError if the model differs.
     """

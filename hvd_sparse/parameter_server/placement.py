@@ -43,38 +43,6 @@ class Placement(NamedTuple):
         return number - self.servers.index(self.servers[number])
 
 
-class Roles:
-    """The part of a session that tells which ranks train, and which serve."""
-
-    _rank: int
-    placement: Placement
-
-    @property
-    def rank(self) -> int:
-        """This rank on the session's communicator. Workers come first: a worker's rank is its number among them."""
-        return self._rank
-
-    @property
-    def workers(self) -> int:
-        """Number of ranks that train."""
-        return len(self.placement.workers)
-
-    @property
-    def servers(self) -> int:
-        """Number of ranks that serve; with servers="colocated", all of them."""
-        return len(self.placement.serving_ranks)
-
-    @property
-    def is_server(self) -> bool:
-        """Whether this rank is a server."""
-        return self.rank in self.placement.servers
-
-    @property
-    def is_worker(self) -> bool:
-        """Whether this rank is a worker."""
-        return self.rank in self.placement.workers
-
-
 def place(ranks: int, servers: Servers, threads: int = 1) -> Placement:
     """Assign roles to ranks. The last `servers` ranks serve; with "colocated", every rank trains and serves.
 

@@ -37,6 +37,7 @@ import enum
 import json
 import struct
 import zlib
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -99,6 +100,19 @@ class Message(NamedTuple):
     def text(self) -> str:
         """The body as text."""
         return bytes(self.body).decode(errors="replace")
+
+
+@dataclass
+class PushCounters:
+    """What a worker has sent and received; bytes include the headers of messages."""
+
+    pushes: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    entries_up: int = 0
+    entries_down: int = 0
+    repeated: int = 0
+    non_finite: int = 0
 
 
 def frame(size: int) -> np.ndarray:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
+from hvd_sparse.parameter_server import protocol
 from hvd_sparse.parameter_server.connection import (
     TICK,
     described,
-    first_parameters,
     interrupted_by_sigterm,
     serve,
     tell_failure,
@@ -17,6 +17,7 @@ from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import Method
 from hvd_sparse.parameter_server.model_file import flattened, restored
 from hvd_sparse.parameter_server.placement import Placement
+from hvd_sparse.parameter_server.protocol import Kind, Message
 from hvd_sparse.parameter_server.server import Server, report_departures
 from hvd_sparse.parameter_server.transport import MPIEndpoint
 
@@ -61,8 +62,7 @@ class LocalServers:
         """Make the servers; the first server of all has the buffers."""
         layout, is_restored = self._layout, restore is not None
         if 0 not in self._numbers:
-            asks = (self._worker_end, self._placement, self._rank, self._timeout)
-            flat, is_restored = first_parameters(*asks, layout, layout.flatten(parameters), restore)
+            flat, is_restored = self._ask_first(layout.flatten(parameters), restore)
             if self._rank not in self._placement.workers:
                 self._worker_end.close(TICK)
         elif restore is not None:
@@ -77,6 +77,27 @@ class LocalServers:
         }
         if 0 in self.servers:
             self.servers[0].buffers = buffers
+
+    def _ask_first(self, ours: np.ndarray, restore: str | None) -> tuple[np.ndarray, bool]:
+        """Return the initial parameters of the first server, on another rank, and whether they are from a file.
+
+        If the first server has another model, return `ours`. One of the two then refuses every worker, with the reason.
+        """
+        servers, end = self._placement.servers, self._worker_end
+        end.send(0, protocol.encode(Message(Kind.ASK, self._rank, body=protocol.as_body("start"))))
+        item = end.receive(self._timeout)
+        if item is None:
+            raise TimeoutError(f"rank {servers[0]} has not sent its parameters within {self._timeout:g} seconds")
+        message = protocol.decode(item[1])
+        if message.kind != Kind.STATE:
+            raise RuntimeError(f"rank {servers[item[0]]} cannot serve: {message.text}")
+        description, arrays = protocol.decode_state(message.body)
+        if restore is not None and not description["restored"]:
+            raise ValueError(
+                f"restore={restore!r} was given to rank {self._rank}, and none to rank {servers[0]}, which reads it"
+            )
+        is_same = description["layout"] == self._layout.digest()
+        return arrays["parameters"] if is_same else ours, description["restored"]
 
     def refuse(self, error: BaseException) -> None:
         """Tell the workers, and the servers that wait for the first one, why the servers on this rank do not serve."""

@@ -1,18 +1,16 @@
 """One rank of an asynchronous run over MPI. A rank is a worker, a server, or both. Frameworks derive from `Session`."""
 
 import atexit
-import functools
-import json
 import sys
 import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import cast
 
 import numpy as np
 
-from hvd_sparse.checkpoint import atomic_file
 from hvd_sparse.checks import check_bool, check_seconds
 from hvd_sparse.configuration_check import CHECK_SECONDS
 from hvd_sparse.frames import warn
@@ -21,7 +19,8 @@ from hvd_sparse.log import Logged
 from hvd_sparse.parameter_server.connection import Connection, Heartbeat, described, is_end
 from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import Method, checked_method
-from hvd_sparse.parameter_server.placement import Roles, Servers, place
+from hvd_sparse.parameter_server.model_file import write_model
+from hvd_sparse.parameter_server.placement import Servers, place
 from hvd_sparse.parameter_server.server import departures
 from hvd_sparse.parameter_server.serving import LocalServers
 from hvd_sparse.parameter_server.summary import of_all_workers, own_stats, summary
@@ -35,7 +34,7 @@ SHARE_EVERY = 10  # steps between two sends of buffers, whose bytes are a few pe
 _open: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # this process's sessions, by communicator
 
 
-class Session(Roles, Logged):
+class Session(Logged):
     """One rank's part in an asynchronous run, which starts from the first server's parameters and buffers.
 
     Args:
@@ -94,13 +93,14 @@ class Session(Roles, Logged):
         self._shared: np.ndarray | None = None  # the buffers that were last sent
         self._non_finite = sum(array.size - int(np.isfinite(array).sum()) for array in (buffers or {}).values())
         self._before = sys.exc_info()[1]  # is handled here, and no reason to leave
-        self._check()
+        self.placement.check(method, self.layout)
+        if silence is not None or self.is_worker == self.is_server or len(self.placement.on(self.rank)) > 1:
+            require_threads()
         if _open.setdefault(self.communicator.py2f(), self) is not self:
             raise RuntimeError(
                 "a session is open on this communicator, and would get this one's messages: close() it, or pass another"
             )
-        number = next_session(self.communicator)
-        self._endpoint = functools.partial(MPIEndpoint, self.communicator, self.placement, number)
+        self._endpoint = partial(MPIEndpoint, self.communicator, self.placement, next_session(self.communicator))
         # A rank has one end for messages from servers, as they arrive only once. The first server does not need any.
         asks = self.is_worker or self.rank != self.placement.servers[0]
         self._worker_end = self._endpoint(background=True) if asks else None
@@ -122,6 +122,31 @@ class Session(Roles, Logged):
         roles = {"worker": self.is_worker, "server": self.is_server}
         role = " and ".join(name for name, has in roles.items() if has)
         return f"<{type(self).__name__}, rank {self.rank} of {self.communicator.Get_size()}, {role}: {self.method}>"
+
+    @property
+    def rank(self) -> int:
+        """This rank on the session's communicator. Workers come first: a worker's rank is its number among them."""
+        return self._rank
+
+    @property
+    def workers(self) -> int:
+        """Number of ranks that train."""
+        return len(self.placement.workers)
+
+    @property
+    def servers(self) -> int:
+        """Number of ranks that serve; with servers="colocated", all of them."""
+        return len(self.placement.serving_ranks)
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this rank is a server."""
+        return self.rank in self.placement.servers
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether this rank is a worker."""
+        return self.rank in self.placement.workers
 
     @property
     def worker(self) -> Worker:
@@ -274,11 +299,7 @@ class Session(Roles, Logged):
         """
         if self._connection is not None:
             self.share_buffers()
-        parameters, buffers = self._state()
-        arrays = {f"parameter/{name}": array for name, array in parameters.items()}
-        settings = {"method": self.method.describe(), "statistics": self.stats()}
-        with atomic_file(path) as file:
-            np.savez(file, buffers=buffers, settings=np.array(json.dumps(settings)), **arrays)
+        write_model(path, *self._state(), {"method": self.method.describe(), "statistics": self.stats()})
 
     def stats(self) -> SessionStats:
         """Return statistics of this worker and of all servers; after `serve`, on the only serving rank, "all" alone.
@@ -376,8 +397,3 @@ class Session(Roles, Logged):
             what = left if self.is_worker else served if self._has_served else serves
             raise RuntimeError(f"rank {self.rank} {what}")
         return self._connection
-
-    def _check(self) -> None:
-        self.placement.check(self.method, self.layout)
-        if self._silence is not None or self.is_worker == self.is_server or len(self.placement.on(self.rank)) > 1:
-            require_threads()

@@ -12,10 +12,9 @@ import numpy as np
 from hvd_sparse import native
 from hvd_sparse.mailbox import DamagedMessage
 from hvd_sparse.parameter_server import protocol
-from hvd_sparse.parameter_server.counters import PushCounters
 from hvd_sparse.parameter_server.layout import ParameterLayout, Piece
 from hvd_sparse.parameter_server.methods import DCTAsync, Method
-from hvd_sparse.parameter_server.protocol import Form, Kind, Message, Reason
+from hvd_sparse.parameter_server.protocol import Form, Kind, Message, PushCounters, Reason
 from hvd_sparse.parameter_server.server import RESTORED, introduction
 from hvd_sparse.parameter_server.updates import (
     KeptSelection,
