@@ -364,14 +364,11 @@ class SparseCompressor(Logged, tf.__internal__.tracking.AutoTrackable):  # a mod
         with outer.as_default(), tf.control_dependencies(None), on_cpu(parts.step.device):
             suffix = f".{number}" if number else ""
             log = partial(self._report, self.stats) if parts.logs else None  # to the writer that is set by then
-            arrivals, now = parts.step.build(gradients, self._factors(call), suffix, description, log)
+            parts.averages = call.reduction == hvd.Average
+            reduction, scale = 1.0 / exchange.size() if parts.averages else 1.0, loss_scale_of(call.scaler)
+            arrivals, now = parts.step.build(gradients, reduction, call.passes, scale, suffix, description, log)
         parts.call = TracedCall(call, {position: Traced(arrivals[name], now) for position, name in positions.items()})
         return parts.call
-
-    def _factors(self, call: Call) -> tuple[float, int, tf.Tensor | None]:
-        self._parts.averages = call.reduction == hvd.Average
-        reduction = 1.0 / self._parts.exchange.size() if self._parts.averages else 1.0
-        return reduction, call.passes, loss_scale_of(call.scaler)
 
 
 class Compression(CompressionMethods[Any, SparseCompressor]):

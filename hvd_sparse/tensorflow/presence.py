@@ -29,8 +29,8 @@ MUST_BE_ZERO = -1.0  # as a tolerance
 
 def check_presence(
     exchange: Exchange, suffix: str, step: tf.Tensor, loss_scale: tf.Tensor, misplaced: tf.Tensor, lines: list[str]
-) -> tuple[tf.Operation, int]:
-    """Compare what must be the same on all ranks; return the check, and the number of bytes that it sends.
+) -> tf.Operation:
+    """Compare what must be the same on all ranks; return the check.
 
     Over N ranks, let S be the sum of x and Q the sum of x^2. All x are equal if and only if S^2 = N * Q
     (Cauchy-Schwarz): exactly for whole numbers, and up to rounding for a loss scale.
@@ -61,5 +61,4 @@ def check_presence(
     whole = tf.where(tf.equal(first, 1), tf.cast(step - step % STEP_MODULUS, tf.float64), 0.0)  # of a step number
     own_and_mean = ["on this rank:", tf.gather(own, first) + whole, "mean:", tf.gather(sums, first) / ranks + whole]
     # Not tf.debugging.Assert, which traces a tf.cond around its operation.
-    check = tf.raw_ops.Assert(condition=tf.reduce_all(right), data=[tf.gather(messages, message), *own_and_mean])
-    return check, 8 * PRESENCE_NUMBERS
+    return tf.raw_ops.Assert(condition=tf.reduce_all(right), data=[tf.gather(messages, message), *own_and_mean])

@@ -34,7 +34,7 @@ from hvd_sparse.tensorflow.codecs import CODECS
 from hvd_sparse.tensorflow.codecs.base import Arrival, Round, once
 from hvd_sparse.tensorflow.devices import CPU, beside, on_cpu
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, clip_ratio
-from hvd_sparse.tensorflow.exchange import Exchange
+from hvd_sparse.tensorflow.exchange import PRESENCE_NUMBERS, Exchange
 from hvd_sparse.tensorflow.hosts import Hosts
 from hvd_sparse.tensorflow.presence import check_presence
 from hvd_sparse.tensorflow.traffic import TrafficVariables
@@ -104,17 +104,19 @@ class Step:
     def build(
         self,
         gradients: dict[str, tf.Tensor],
-        factors: tuple[float, int, tf.Tensor | None],
+        reduction: float,
+        passes: int,
+        scale: tf.Tensor | None,
         suffix: str,
         lines: list[str],
         log: Callable[[int], None] | None,
     ) -> tuple[dict[str, Arrival], Round]:
         """Build a step for these gradients in the current graph; return an `Arrival` for each, and their `Round`.
 
-        factors: the factor for sums over ranks; the number of backward passes, summed in each gradient, by which
-        Horovod divides the result to average them; the loss scale of the scaler, or None. suffix: distinguishes
-        several calls in one graph. lines: the settings, which must be the same on every rank. log: called after each
-        step with the number of steps so far.
+        reduction: the factor for sums over ranks. passes: the backward passes that are summed in each gradient, if
+        Horovod divides the result by their number, else 1. scale: the loss scale of the scaler, or None. suffix:
+        distinguishes several calls in one graph. lines: the settings, which must be the same on every rank. log: called
+        after each step with the number of steps so far.
         """
         compressed = {name for name in gradients if self.feedback[name].is_compressed} - self.fallback().always
         arrivals = [
@@ -122,17 +124,16 @@ class Step:
             for name, gradient in gradients.items()
         ]
         with tf.control_dependencies([list(gradients.values())[-1]]):  # the first of the backward pass
-            now = self._begin(*factors, suffix, [*lines, *gradients])
+            now = self._begin(reduction, passes, scale, suffix, [*lines, *gradients])
         self._scale(arrivals, now.units)
-        inner = now
+        inner = self._inner(now)
         if self.hosts is not None:
-            inner = self.hosts.inner(now)
             self.hosts.add(arrivals, now)
         sparse = sorted((arrival for arrival in arrivals if arrival.is_sparse), key=lambda arrival: arrival.name)
         buckets = self.codec.encode(sparse, inner) if sparse else []
         now.finite += self._take(arrivals, now, inner.units)
         self._vote(now)
-        inner.overflow, inner.ignores_payloads, inner.balances = now.overflow, now.ignores_payloads, now.balances
+        inner = self._inner(now)  # with the results of the vote
         sent = self.codec.learn(buckets, inner) if sparse else self.codec.miss(inner)
         for bucket in buckets:
             sent += self.codec.decode(bucket, self.codec.collect(bucket, inner), inner)
@@ -192,11 +193,14 @@ class Step:
         now.seconds = seconds
         if is_dense is not None:
             now.is_active = tf.logical_not(is_dense)
-        checked = check_presence(self.exchange, suffix, number, loss_scale, self._is_misplaced(), lines)
-        now.present, sent_bytes = checked
-        now.counted.add(payload_bytes=sent_bytes)
+        now.present = check_presence(self.exchange, suffix, number, loss_scale, self._is_misplaced(), lines)
+        now.counted.add(payload_bytes=8 * PRESENCE_NUMBERS)
         now.token = once(now.present, ops.token(self.exchange.rank()))
         return now
+
+    def _inner(self, now: Round) -> Round:
+        """Return the `Round` for the codec: in a hierarchical exchange, that of a column."""
+        return now if self.hosts is None else self.hosts.inner(now)
 
     def _density(self, number: tf.Tensor) -> tuple[float | tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
         """Return a step's density; whether the step is dense, None if no step can be; and the seconds of the last one.
