@@ -80,15 +80,15 @@ def by_size(sizes: int | Sequence[int], world_size: int) -> Hierarchy:
 
 
 def find_hierarchy(
-    ranks_per_host: int | Sequence[int] | None, world_size: int, everywhere: Callable[[str, str], Sequence[str]]
+    ranks_per_host: int | Sequence[int] | None, world_size: int, allgather_object: Callable[[str], Sequence[str]]
 ) -> Hierarchy:
     """Return the hosts of all ranks, from `ranks_per_host` or the host names. Call it on every rank.
 
-    everywhere: all-gathers a string of each rank, under a name.
+    allgather_object: all-gathers a string of each rank, in the order of ranks.
     """
     if ranks_per_host is not None:
         return by_size(ranks_per_host, world_size)
-    return by_name(everywhere("hosts", socket.gethostname()))
+    return by_name(allgather_object(socket.gethostname()))
 
 
 def algorithm_between_hosts(algorithm: Algorithm, weight_decays: Mapping[str, float]) -> Algorithm:

@@ -60,9 +60,9 @@ class Members:
                 raise
         return self._known[which]
 
-    def everywhere(self, name: str, own) -> list:
-        """All-gather a Python object over all ranks. Return the objects in the order of ranks."""
-        return self._hvd.allgather_object(own, name=f"hvd_sparse.{name}")
+    def allgather_object(self, own) -> list:
+        """All-gather a Python object over all ranks of the job. Return the objects in the order of ranks."""
+        return self._hvd.allgather_object(own, name="hvd_sparse.hosts")
 
     def check_everyone(self) -> None:
         """Raise ValueError unless these are all ranks, for as long as the job runs."""

@@ -59,7 +59,7 @@ class Hosts:
         exchange.check_everyone()
         if not hvd.is_initialized():
             raise ValueError('exchange="hierarchical" needs to know the hosts: call hvd.init() first')
-        hierarchy = in_time(lambda: find_hierarchy(algorithm.ranks_per_host, hvd.size(), exchange.everywhere))
+        hierarchy = in_time(lambda: find_hierarchy(algorithm.ranks_per_host, hvd.size(), exchange.allgather_object))
         if len(set(map(len, hierarchy.hosts))) > 1:
             sizes = list(map(len, hierarchy.hosts))
             raise ValueError(f"in TensorFlow, all hosts must have the same number of ranks, got {sizes}")

@@ -93,7 +93,7 @@ class Exchange:
         cut = plan_pieces(payload.numel() if most_bytes is None else most_bytes, world_size)
         parts = [words] if cut.pieces == 1 else cut_pieces(words, cut)
         names = [name] if cut.pieces == 1 else _names_of_pieces(name, cut)
-        gather = self.collectives.gather if most_bytes is None else self.collectives.gather_varying
+        allgather = self.collectives.allgather if most_bytes is None else self.collectives.allgather_varying
         sent_bytes = WORD_BYTES * sum(map(torch.numel, parts))
         self.traffic.count(payload_bytes=sent_bytes)
 
@@ -103,7 +103,7 @@ class Exchange:
             whole = gathered[0] if cut.pieces == 1 else join_pieces(gathered, world_size, cut)
             return whole.view(torch.uint8)
 
-        return Pending(*map(gather, names, parts), finish=finish)
+        return Pending(*map(allgather, names, parts), finish=finish)
 
     def alltoall(self, name: str, payload: torch.Tensor, splits: Sequence[int]) -> Pending:
         """Start an all-to-all of uint8[bytes]; the result is the parts that all ranks sent to this one, in rank order.
@@ -122,16 +122,16 @@ class Exchange:
             self.traffic.count(surplus_bytes=received.nbytes - kept - sent_bytes)
             return received.view(torch.uint8)
 
-        return Pending(self.collectives.send(name, payload.view(torch.int64), words), finish=finish)
+        return Pending(self.collectives.alltoall(name, payload.view(torch.int64), words), finish=finish)
 
     def alltoall_floats(self, name: str, tensor: torch.Tensor, sizes: Sequence[int], finish: Callable) -> Pending:
         """Start an all-to-all of a float32 vector, split by `sizes`; the result is `finish(received)`."""
         kept = sizes[self.rank()]
         self.traffic.count(payload_bytes=4 * (sum(sizes) - kept))
         self.traffic.count(surplus_bytes=4 * ((self.size() - 1) * kept - (sum(sizes) - kept)))
-        return Pending(self.collectives.send(name, tensor, sizes, expected=kept), finish=finish)
+        return Pending(self.collectives.alltoall(name, tensor, sizes, expected=kept), finish=finish)
 
-    def gather_small(self, name: str, payload: torch.Tensor) -> Pending:
+    def allgather_small(self, name: str, payload: torch.Tensor) -> Pending:
         """Start gathering uint8[bytes], a multiple of 8 and equal on all ranks; the result is that of `allgather`.
 
         The collective is an all-reduce of uint8[ranks, bytes]: each rank fills its own row and leaves zeros in the
@@ -141,14 +141,14 @@ class Exchange:
         rows = payload.new_zeros(self.size(), payload.numel())
         rows[self.rank()] = payload
         self.traffic.count(payload_bytes=rows.numel())
-        handle = self.collectives.add(name, rows.view(torch.int64))
+        handle = self.collectives.allreduce(name, rows.view(torch.int64))
         return Pending(handle, finish=lambda total: total.view(torch.uint8).view(-1))
 
     def allreduce(self, name: str, tensor: torch.Tensor, counted: bool = True) -> Pending:
         """Start an all-reduce (sum) of a tensor, in place. counted: whether its bytes are counted here."""
         if counted:
             self.traffic.count(payload_bytes=tensor.nbytes)
-        return Pending(self.collectives.add(name, tensor))
+        return Pending(self.collectives.allreduce(name, tensor))
 
     def start_check(self, lines: list[str], step: int) -> Pending:
         """Start comparing configuration lines and step numbers across ranks."""
@@ -166,8 +166,8 @@ class Exchange:
             return int(steps.contiguous().view(torch.int64).max())
         text = torch.frombuffer(bytearray("\n".join(lines).encode()), dtype=torch.uint8)
         length = torch.tensor([text.numel()], dtype=torch.int64, device="cpu")
-        lengths = self.collectives.gather("configuration.length", length).wait()
-        texts = self.collectives.gather_varying("configuration.text", text).wait().split(lengths.tolist())
+        lengths = self.collectives.allgather("configuration.length", length).wait()
+        texts = self.collectives.allgather_varying("configuration.text", text).wait().split(lengths.tolist())
         raise ValueError(explain_difference([bytes(part.tolist()).decode().split("\n") for part in texts]))
 
     def ask_presence(self, own: torch.Tensor) -> Pending:
@@ -180,7 +180,7 @@ class Exchange:
 
         self._forget_lost()
         self.traffic.count(payload_bytes=own.nbytes)
-        self._asked = Pending(self.collectives.add("present", own), finish=read)
+        self._asked = Pending(self.collectives.allreduce("present", own), finish=read)
         return self._asked
 
     def announce(self) -> None:

@@ -113,7 +113,7 @@ class HierarchicalStep(OptimizerStep):
         if self._laid_out_in is collectives.incarnation():
             return
         rank, ranks = self.exchange.rank(), self.exchange.size()
-        hierarchy = find_hierarchy(self.algorithm.ranks_per_host, ranks, collectives.everywhere)
+        hierarchy = find_hierarchy(self.algorithm.ranks_per_host, ranks, collectives.allgather_object)
         subsets = collectives.subsets(hierarchy)
         before = self._places()
         self.hierarchy, self.shard = hierarchy, hierarchy.shard_of(rank)

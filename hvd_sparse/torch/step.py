@@ -319,7 +319,7 @@ class Step(OptimizerStep):
         if bucket.message is None:
             return
         if bucket.is_small:
-            bucket.pending = self.exchange.gather_small(bucket.name, bucket.message)
+            bucket.pending = self.exchange.allgather_small(bucket.name, bucket.message)
             self._collectives.append(bucket.pending)
         else:
             self._deferred.append(bucket)

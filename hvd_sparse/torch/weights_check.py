@@ -34,10 +34,10 @@ class WeightsCheck:
             return
         self._is_done, own, size = True, _sums(self._parameters), self._collectives.size()
         digest = torch.frombuffer(bytearray(hashlib.sha256(own.numpy().tobytes()).digest()), dtype=torch.int64)
-        digests = self._collectives.gather("weights.digest", digest).wait().view(size, -1)
+        digests = self._collectives.allgather("weights.digest", digest).wait().view(size, -1)
         if bool((digests == digests[0]).all()):
             return
-        sums, differ = self._collectives.gather("weights.sums", own).wait().view(size, 2, -1), set()
+        sums, differ = self._collectives.allgather("weights.sums", own).wait().view(size, 2, -1), set()
         for place, name in enumerate(sorted(self._parameters)):
             values, trains = sums[:, 0, place], sums[:, 1, place].bool()
             if values[trains].unique().numel() > 1:

@@ -19,7 +19,7 @@ VARIABLE = "HVD_SPARSE_FAULT"
 PHASES = {  # module, class or nothing, functions
     "compress": ("hvd_sparse.torch.compression", "SparseCompressor", "compress"),
     "select": ("hvd_sparse.torch.step", "Step", "_start"),
-    "exchange": ("hvd_sparse.torch.exchange", "Exchange", "allgather gather_small"),
+    "exchange": ("hvd_sparse.torch.exchange", "Exchange", "allgather allgather_small"),
     "wait": ("hvd_sparse.torch.exchange", "Pending", "wait"),
     "decompress": ("hvd_sparse.torch.compression", "SparseCompressor", "decompress"),
     "checkpoint": ("hvd_sparse.torch.compressor", "", "gather_state"),

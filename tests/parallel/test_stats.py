@@ -101,9 +101,11 @@ def test_a_hierarchical_exchange_counts_all_that_it_hands_to_horovod(method, ran
 
         monkeypatch.setattr(HorovodCollectives, name, wrapper)
 
-    for name in ("gather", "add"):
+    for name in ("allgather", "allreduce"):
         noted(name, lambda collectives, tensor: tensor.nbytes)
-    noted("send", lambda collectives, tensor, sizes, *_: tensor.nbytes - tensor.itemsize * sizes[collectives.rank()])
+    noted(
+        "alltoall", lambda collectives, tensor, sizes, *_: tensor.nbytes - tensor.itemsize * sizes[collectives.rank()]
+    )
     shapes = {"big": (120, 50), "middle": (2000,)}
     parameters = make_parameters(shapes)
     hosts = [min(ranks_per_host, hvd.size() - begin) for begin in range(0, hvd.size(), ranks_per_host)]

@@ -29,7 +29,7 @@ def test_gathers(sizes):
     collectives, size = DistributedCollectives(), SIZES[sizes]
     ranks, rank = range(dist.get_world_size()), dist.get_rank()
     handles = [
-        collectives.gather_varying("", torch.from_numpy(message_of(rank, size(rank), seed))) for seed in range(3)
+        collectives.allgather_varying("", torch.from_numpy(message_of(rank, size(rank), seed))) for seed in range(3)
     ]
     for seed in (1, 0, 2):
         expected = np.concatenate([message_of(other, size(other), seed) for other in ranks])
@@ -39,9 +39,9 @@ def test_gathers(sizes):
 
 def test_gathers_of_one_size_and_sums():
     collectives, ranks, rank = DistributedCollectives(), range(dist.get_world_size()), dist.get_rank()
-    gathered = collectives.gather("", torch.full((2, 3), float(rank)))
+    gathered = collectives.allgather("", torch.full((2, 3), float(rank)))
     added = torch.full((5,), rank + 1.0, dtype=torch.float64)
-    total = collectives.add("", added)
+    total = collectives.allreduce("", added)
     assert gathered.wait().tolist() == [[float(other)] * 3 for other in ranks for _ in range(2)]
     assert total.wait() is added and added.tolist() == [sum(other + 1.0 for other in ranks)] * 5
 
@@ -55,7 +55,7 @@ def test_all_to_all(is_known):
 
     own = [part(rank, target) for target in range(ranks)]
     sizes = [len(one) for one in own]
-    handle = collectives.send("", torch.from_numpy(np.concatenate(own)), sizes, 3 if is_known else None)
+    handle = collectives.alltoall("", torch.from_numpy(np.concatenate(own)), sizes, 3 if is_known else None)
     expected = np.concatenate([part(source, rank) for source in range(ranks)])
     np.testing.assert_array_equal(handle.wait(), expected)
 
@@ -74,7 +74,7 @@ def test_what_is_not_far_apart_is_padded_and_gathered_at_once(monkeypatch):
             ),
         )
     for sizes in ("padded", "far apart"):
-        collectives.gather_varying("", torch.zeros(SIZES[sizes](rank))).wait()
+        collectives.allgather_varying("", torch.zeros(SIZES[sizes](rank))).wait()
     broadcasts = ["broadcast"] * ranks if ranks > 1 else ["all_gather"]
     assert calls == ["all_gather"] * 3 + broadcasts
 
@@ -89,6 +89,4 @@ def test_subsets_are_made_once():
     for ranks, found in first.items():
         assert found.group is second[ranks].group
         assert (found.size(), found.rank()) == (len(ranks), ranks.index(rank))
-    assert collectives.everywhere("hosts", ("host", rank)) == [
-        ("host", other) for other in range(dist.get_world_size())
-    ]
+    assert collectives.allgather_object(("host", rank)) == [("host", other) for other in range(dist.get_world_size())]

@@ -176,7 +176,7 @@ def test_a_step_leaves_no_messages_behind():
         return started
 
     exchange.allgather = record
-    exchange.gather_small = lambda name, message: record(name, message)
+    exchange.allgather_small = lambda name, message: record(name, message)
     for step in range(2):
         trainer.step(draw(SHAPES, step, dist.get_rank()))
     gc.collect()

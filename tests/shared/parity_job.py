@@ -75,9 +75,9 @@ def listen(exchange, read):
     exchange.allreduce = lambda name, tensor: allreduce(name, read(tensor, heard) if "values" in name else tensor)
     alltoall = exchange.alltoall
     exchange.alltoall = lambda name, payload, splits: alltoall(name, read(payload, heard), splits)
-    if hasattr(exchange, "gather_small"):
-        gather_small = exchange.gather_small
-        exchange.gather_small = lambda name, payload: gather_small(name, read(payload, heard))
+    if hasattr(exchange, "allgather_small"):
+        allgather_small = exchange.allgather_small
+        exchange.allgather_small = lambda name, payload: allgather_small(name, read(payload, heard))
     return heard
 
 

@@ -71,7 +71,7 @@ class Collectives(abc.ABC):
         """Raise ValueError unless the collectives include all ranks of the job."""
 
     @abc.abstractmethod
-    def everywhere(self, name: str, own: Hashable) -> list[Any]:
+    def allgather_object(self, own: Hashable) -> list[Any]:
         """All-gather a Python object. Return the objects in the order of ranks; block until all have arrived."""
 
     @abc.abstractmethod
@@ -85,19 +85,19 @@ class Collectives(abc.ABC):
         """
 
     @abc.abstractmethod
-    def gather(self, name: str, tensor: torch.Tensor) -> Handle:
+    def allgather(self, name: str, tensor: torch.Tensor) -> Handle:
         """Start an all-gather of a tensor that has the same shape on all ranks. The result concatenates dimension 0."""
 
     @abc.abstractmethod
-    def gather_varying(self, name: str, tensor: torch.Tensor) -> Handle:
+    def allgather_varying(self, name: str, tensor: torch.Tensor) -> Handle:
         """Start an all-gather of a vector whose size may differ between ranks. The result concatenates the vectors."""
 
     @abc.abstractmethod
-    def add(self, name: str, tensor: torch.Tensor) -> Handle:
+    def allreduce(self, name: str, tensor: torch.Tensor) -> Handle:
         """Start an all-reduce that sums a tensor in place. The result is this tensor."""
 
     @abc.abstractmethod
-    def send(self, name: str, tensor: torch.Tensor, sizes: Sequence[int], expected: int | None = None) -> Handle:
+    def alltoall(self, name: str, tensor: torch.Tensor, sizes: Sequence[int], expected: int | None = None) -> Handle:
         """Start an all-to-all of a vector. The result concatenates the parts received, in the order of ranks.
 
         Args:

@@ -182,7 +182,7 @@ class DistributedCollectives(Collectives):
                 f"{self.size()} of the {dist.get_world_size()} ranks that there are"
             )
 
-    def everywhere(self, name: str, own: Hashable) -> list[Any]:
+    def allgather_object(self, own: Hashable) -> list[Any]:
         """All-gather a Python object. Return the objects in the order of ranks; block until all have arrived."""
         found: list[Any] = [None] * self.size()
         with torch.cuda.device(self._cuda()) if self._lacks_cpu() else nullcontext():  # where NCCL gathers objects
@@ -201,7 +201,7 @@ class DistributedCollectives(Collectives):
                 found[ranks], own.device, own._whole = own, self.device, self
         return found
 
-    def gather(self, name: str, tensor: torch.Tensor) -> Handle:
+    def allgather(self, name: str, tensor: torch.Tensor) -> Handle:
         """Start an all-gather of a tensor that has the same shape on all ranks."""
         origin, tensor = tensor, self._placed(tensor.contiguous())
         whole = tensor.new_empty((self.size(), *tensor.shape))
@@ -209,26 +209,26 @@ class DistributedCollectives(Collectives):
         gathered = whole.flatten(0, 1)
         return WorkHandle([work], gathered, _back(origin, tensor, gathered.shape))
 
-    def gather_varying(self, name: str, tensor: torch.Tensor) -> Handle:
+    def allgather_varying(self, name: str, tensor: torch.Tensor) -> Handle:
         """Start an all-gather of a vector. Its size is gathered first."""
         self.start_postponed()
-        sizes = self.gather(name, torch.tensor([tensor.numel()], device="cpu"))
-        return self._postpone(sizes, functools.partial(self.gather_sizes, tensor.contiguous()))
+        sizes = self.allgather(name, torch.tensor([tensor.numel()], device="cpu"))
+        return self._postpone(sizes, functools.partial(self.allgather_sizes, tensor.contiguous()))
 
-    def add(self, name: str, tensor: torch.Tensor) -> Handle:
+    def allreduce(self, name: str, tensor: torch.Tensor) -> Handle:
         """Start an all-reduce that sums a tensor in place."""
         placed = self._placed(tensor)
         work = dist.all_reduce(placed, group=self.group, async_op=True)
         return WorkHandle([work], placed, None if placed is tensor else tensor)
 
-    def send(self, name: str, tensor: torch.Tensor, sizes: Sequence[int], expected: int | None = None) -> Handle:
+    def alltoall(self, name: str, tensor: torch.Tensor, sizes: Sequence[int], expected: int | None = None) -> Handle:
         """Start an all-to-all of a vector. If `expected` is None, the sizes are exchanged first."""
         if expected is not None:
-            return self.send_sizes(tensor, sizes, [expected] * self.size())
+            return self.alltoall_sizes(tensor, sizes, [expected] * self.size())
         self.start_postponed()
         each = [1] * self.size()
-        others = self.send_sizes(torch.tensor(sizes, dtype=torch.int64, device="cpu"), each, each)
-        return self._postpone(others, functools.partial(self.send_sizes, tensor, sizes))
+        others = self.alltoall_sizes(torch.tensor(sizes, dtype=torch.int64, device="cpu"), each, each)
+        return self._postpone(others, functools.partial(self.alltoall_sizes, tensor, sizes))
 
     def start_postponed(self) -> None:
         """Start the collectives that wait for their sizes."""
@@ -236,11 +236,11 @@ class DistributedCollectives(Collectives):
         for one in postponed:
             one.start()
 
-    def gather_sizes(self, tensor: torch.Tensor, sizes: Sequence[int]) -> Handle:
+    def allgather_sizes(self, tensor: torch.Tensor, sizes: Sequence[int]) -> Handle:
         """Start an all-gather of vectors. sizes: the number of elements on each rank."""
         origin, tensor, most, total = tensor, self._placed(tensor), max(sizes), sum(sizes)
         if min(sizes) == most:
-            return self.gather("sizes", origin)
+            return self.allgather("sizes", origin)
         if tensor.device == origin.device and most * len(sizes) <= PADDED * total:
             row = torch.cat([tensor, tensor.new_zeros(most - tensor.numel())])
             whole = tensor.new_empty((len(sizes), most))
@@ -257,7 +257,7 @@ class DistributedCollectives(Collectives):
         ]
         return WorkHandle(works, whole, _back(origin, tensor, whole.shape))
 
-    def send_sizes(self, tensor: torch.Tensor, sizes: Sequence[int], others: Sequence[int]) -> Handle:
+    def alltoall_sizes(self, tensor: torch.Tensor, sizes: Sequence[int], others: Sequence[int]) -> Handle:
         """Start an all-to-all of a vector. sizes: elements to each rank; others: elements from each rank."""
         origin, tensor = tensor, self._placed(tensor.contiguous())
         received = tensor.new_empty(sum(others))

@@ -104,24 +104,24 @@ class HorovodCollectives(Members, Collectives):
             ranks: HorovodCollectives(process_set) for ranks, process_set in process_sets_of(hvd, hierarchy).items()
         }
 
-    def gather(self, name: str, tensor: torch.Tensor) -> Handle:
+    def allgather(self, name: str, tensor: torch.Tensor) -> Handle:
         """Start an all-gather of a tensor."""
         output = tensor.new()  # like hvd.allgather_async
         holders = extra_references([tensor, output])
         handle = mpi_ops._allgather_async(tensor, output, self._named(name), self.process_set)
         return HorovodHandle(handle, holders)
 
-    def gather_varying(self, name: str, tensor: torch.Tensor) -> Handle:
+    def allgather_varying(self, name: str, tensor: torch.Tensor) -> Handle:
         """Start an all-gather of a vector. Horovod's all-gather accepts different sizes."""
-        return self.gather(name, tensor)
+        return self.allgather(name, tensor)
 
-    def add(self, name: str, tensor: torch.Tensor) -> Handle:
+    def allreduce(self, name: str, tensor: torch.Tensor) -> Handle:
         """Start an all-reduce that sums a tensor in place."""
         holders = [extra_reference(tensor)]
         handle = hvd.allreduce_async_(tensor, name=self._named(name), op=hvd.Sum, process_set=self.process_set)
         return HorovodHandle(handle, holders)
 
-    def send(self, name: str, tensor: torch.Tensor, sizes: Sequence[int], expected: int | None = None) -> Handle:
+    def alltoall(self, name: str, tensor: torch.Tensor, sizes: Sequence[int], expected: int | None = None) -> Handle:
         """Start an all-to-all of a vector. Horovod exchanges the sizes, so `expected` is ignored."""
         split = torch.tensor(sizes, dtype=torch.int32, device="cpu")
         output, received = tensor.new(), split.new()  # like hvd.alltoall_async
