@@ -125,7 +125,7 @@ class Step:
         ]
         with tf.control_dependencies([list(gradients.values())[-1]]):  # the first of the backward pass
             now = self._begin(reduction, passes, scale, suffix, [*lines, *gradients])
-        self._scale(arrivals, now.units)
+        self._set_factors(arrivals, now.units)
         inner = self._inner(now)
         if self.hosts is not None:
             self.hosts.add(arrivals, now)
@@ -351,7 +351,7 @@ class Step:
         with beside(self.device):
             return arrival.feedback.take_all(arrival.gradient, arrival.factor, units, most)
 
-    def _scale(self, arrivals: list[Arrival], units: Units) -> None:
+    def _set_factors(self, arrivals: list[Arrival], units: Units) -> None:
         """Set each gradient's factor, from the gradient to units of the error feedback, including clipping."""
         gradients = [arrival.gradient for arrival in arrivals]
         if self.algorithm.clips == "tensor":

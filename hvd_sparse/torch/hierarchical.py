@@ -194,7 +194,7 @@ class HierarchicalStep(OptimizerStep):
         self.number, self.units, self.rank = number, units, self.exchange.rank()
         self._drop_tensors()
         self._presence = Presence(self.exchange, False, self.sends_early)
-        self._collectives = [self._presence.pending]
+        self._in_flight = [self._presence.pending]
         if self.inner is not None:
             self.inner.begin(number, Units(len(self.hierarchy.hosts), units.reduction, units.loss_scale))
         large = [name for name in self.expected if name in self.cuts]
@@ -268,7 +268,7 @@ class HierarchicalStep(OptimizerStep):
 
     def end(self, given_up: bool = False) -> None:
         """End a step; unless all ranks give it up, the next step expects the same tensors."""
-        self._end_collectives()
+        self._wait_for_unread()
         if self.inner is not None:
             self.inner.end(given_up)
         if not given_up:
@@ -302,7 +302,7 @@ class HierarchicalStep(OptimizerStep):
             whole = concatenated([self._take_dense(arrival) for arrival in small])
             message = DenseBucket(small, self.exchange.allreduce("dense", whole))
             self._dense_of = dict.fromkeys((arrival.name for arrival in small), message)
-            self._collectives.append(message.pending)
+            self._in_flight.append(message.pending)
 
     # Within a host
 
@@ -329,7 +329,7 @@ class HierarchicalStep(OptimizerStep):
         tensors = [self._outgoing(name, self.arrivals.get(name)) for name in names]
         pending = self._host.scatter(title, tensors, [self.cuts[name].tolist() for name in names])
         self._groups[title] = names, pending
-        self._collectives.append(pending)
+        self._in_flight.append(pending)
 
     def _count_in_host(self) -> dict[str, list[float]]:
         """Return, for each large tensor, how many of the host's ranks have a gradient, and on how many it trains."""
@@ -367,7 +367,7 @@ class HierarchicalStep(OptimizerStep):
             pending = None
             if not arrival.carries_token:
                 pending = self.inner.exchange.allreduce(f"dense.{name}", carried, counted=False)  # by `add`
-                self._collectives.append(pending)
+                self._in_flight.append(pending)
             self._within[name] = arrival, pending
 
     def _deliver(self, scale: float) -> dict[str, list[tuple[ShardResult, int]]]:

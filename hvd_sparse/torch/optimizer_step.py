@@ -47,7 +47,7 @@ class OptimizerStep(abc.ABC):
         self._weight_decays = algorithm.weight_decays(parameters.items())
         self._clips_model = algorithm.clips == "model"
         self._tokens = Tokens()
-        self._collectives: list[Pending] = []  # that the step has started
+        self._in_flight: list[Pending] = []  # collectives that the step has started
 
     def describe(self) -> list[str]:
         """Return one line for each parameter with weight decay, for the configuration check across ranks."""
@@ -113,9 +113,9 @@ class OptimizerStep(abc.ABC):
     def drop(self) -> None:
         """Give up the step under way."""
 
-    def _end_collectives(self) -> None:
+    def _wait_for_unread(self) -> None:
         """Wait for collectives that a skipped step has left unread, as Horovod holds their tensors; drop all."""
-        for collective in self._collectives:
+        for collective in self._in_flight:
             collective.wait()
-        self._collectives = []
+        self._in_flight = []
         self._tokens.end()

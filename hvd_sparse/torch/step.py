@@ -153,7 +153,7 @@ class Step(OptimizerStep):
         came = [*self.expected, *self._frozen_before] or list(self.parameters)
         freezes = any(not self.parameters[name].requires_grad for name in came)
         self._presence = Presence(self.exchange, freezes, self.sends_early, self.codec.region_numbers())
-        self._collectives = [self._presence.pending]
+        self._in_flight = [self._presence.pending]
 
     def add(self, arrival: Arrival) -> torch.Tensor:
         """Add one gradient to the step; return the tensor for Horovod to all-reduce: a token or the dense tensor."""
@@ -161,7 +161,7 @@ class Step(OptimizerStep):
         self.arrivals[name] = arrival
         if name in self._reduced_by_backend:
             arrival.carries_token = False
-            self._scale(arrival)
+            self._set_factor(arrival)
             carried = self._take_dense(arrival)
             self.traffic.count(payload_bytes=carried.nbytes)
         else:
@@ -202,7 +202,7 @@ class Step(OptimizerStep):
 
     def end(self, given_up: bool = False) -> None:
         """End a step; unless all ranks give it up, the next step expects the same tensors."""
-        self._end_collectives()
+        self._wait_for_unread()
         self._late = []
         self.codec.end()
         if not given_up:
@@ -259,7 +259,7 @@ class Step(OptimizerStep):
     def _decode(self, bucket: Bucket, members: dict[str, Arrival], scale: float) -> None:
         with self.traffic.timed("exchange"):
             if self._scatter.started:
-                self._scatter.finish(self._collectives)
+                self._scatter.finish(self._in_flight)
             gathered = None if bucket.pending is None else bucket.pending.wait()
         bucket.scale = scale
         with torch.no_grad():
@@ -296,13 +296,13 @@ class Step(OptimizerStep):
         self._vote(f"{prefix}vote")
         if whole is not None:
             dense_bucket = DenseBucket(dense, self.exchange.allreduce(f"{prefix}dense", whole))
-            self._collectives.append(dense_bucket.pending)
+            self._in_flight.append(dense_bucket.pending)
             self._bucket_of.update(dict.fromkeys((arrival.name for arrival in dense), dense_bucket))
 
     def _take_together(self, arrivals: Sequence[Arrival]) -> torch.Tensor:
         """Return the concatenated dense tensors for one all-reduce; all ranks have the same ones."""
         for arrival in arrivals:
-            self._scale(arrival)
+            self._set_factor(arrival)
         taken = self._together.take_all(arrivals, self.units)
         if taken is not None:
             self.codec.finite.append(taken.finite)
@@ -314,17 +314,17 @@ class Step(OptimizerStep):
         bucket.is_started = True
         arrivals = self._members(bucket)
         for arrival in arrivals.values():
-            self._scale(arrival)
+            self._set_factor(arrival)
         self.codec.encode(bucket, arrivals)
         if bucket.message is None:
             return
         if bucket.is_small:
             bucket.pending = self.exchange.allgather_small(bucket.name, bucket.message)
-            self._collectives.append(bucket.pending)
+            self._in_flight.append(bucket.pending)
         else:
             self._deferred.append(bucket)
 
-    def _scale(self, arrival: Arrival) -> None:
+    def _set_factor(self, arrival: Arrival) -> None:
         """Set the factor from a gradient to units of its error feedback, with clipping by the tensor or model norm."""
         if not arrival.frozen:
             feedback = self.feedback[arrival.name]
@@ -361,8 +361,8 @@ class Step(OptimizerStep):
         for bucket in deferred:
             if bucket.scattered is None:
                 bucket.pending = self.exchange.allgather(bucket.name, bucket.message, bucket.most_bytes)
-                self._collectives.append(bucket.pending)
-        self._deferred = self._scatter.start(deferred, self._presence, wait, self._collectives)
+                self._in_flight.append(bucket.pending)
+        self._deferred = self._scatter.start(deferred, self._presence, wait, self._in_flight)
 
     def _vote(self, name: str) -> None:
         """Start the vote on all gradients accumulated since the last vote, without waiting for the device."""
@@ -373,4 +373,4 @@ class Step(OptimizerStep):
             self.damage = ops.take_decode_status(torch.empty(0, device=self.device))
         vote = vote_of(bad, self.damage[0], self.number, self.units.loss_scale, seconds)
         self._votes.append(start_vote(self.exchange, name, vote, self.device))
-        self._collectives.append(self._votes[-1])
+        self._in_flight.append(self._votes[-1])

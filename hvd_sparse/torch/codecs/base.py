@@ -182,7 +182,7 @@ class Codec(abc.ABC):
         """Return the coding and value type of payloads, as arguments of the bucket operators."""
         return {"coding": self.algorithm.coding, "value_dtype": self.values}
 
-    def _bucket_of(self, name: str, members: Sequence[str], payloads: list[Payload]) -> Bucket:
+    def _make_bucket(self, name: str, members: Sequence[str], payloads: list[Payload]) -> Bucket:
         """Return a bucket of these members, in this order, with these payloads."""
         sizes = [self.parameters[member].numel() for member in members]
         ks = [payload.k for payload in payloads]
@@ -198,7 +198,7 @@ class Codec(abc.ABC):
     def _plan_joint(self, names: Sequence[str], name: str) -> Bucket:
         """Return the bucket of tensors with a joint selection, in the order of names."""
         n = sum(self.parameters[member].numel() for member in names)
-        return self._bucket_of(name, names, [self._payload_of(tuple(names), n, top_k_count(n, self.now.density))])
+        return self._make_bucket(name, names, [self._payload_of(tuple(names), n, top_k_count(n, self.now.density))])
 
     def _pack_nothing(self, payload: Payload, out: torch.Tensor) -> None:
         """Write a payload without entries."""
@@ -242,7 +242,7 @@ class BucketCodec(Codec):
         """Return the buckets of these tensors, planned for payloads of exactly k entries."""
         sizes = {name: self._sent_bytes(self._payload(name)) for name in names}
         return [
-            self._bucket_of(name, members, [self._payload(member) for member in members])
+            self._make_bucket(name, members, [self._payload(member) for member in members])
             for name, members in plan_buckets(sizes, self.bucket_bytes, prefix).items()
         ]
 
