@@ -80,7 +80,7 @@ TENSORFLOW = [
     ),
     (
         "equal layers that take turns outside a tf.function are not warned of",
-        "hvd_sparse/tensorflow/calls.py",
+        "hvd_sparse/tensorflow/optimizer_checks.py",
         "if is_kept and kinds(own) & kinds(set(variables) - own):",
         "if is_kept and kinds(own) <= kinds(set(variables) - own) and len(own) == 1:",
         "tensorflow test_tape_refused shapes_warns",
@@ -94,7 +94,7 @@ TENSORFLOW = [
     ),
     (
         "the loss scale of TensorFlow 1 is not read",
-        "hvd_sparse/tensorflow/calls.py",
+        "hvd_sparse/tensorflow/caller.py",
         "isinstance(owner, SCALER_V1) or _has(owner",
         "_has(owner",
         "tensorflow test_v1 scaler_around",
@@ -122,7 +122,7 @@ TENSORFLOW = [
     ),
     (
         "variables in dense are compressed, hierarchical, TensorFlow",
-        "hvd_sparse/tensorflow/hosts.py",
+        "hvd_sparse/tensorflow/hierarchical.py",
         "if self.dense_algorithm.compresses(name, variable.shape.num_elements()):",
         "if variable.shape.num_elements() >= self.dense_algorithm.min_numel:",
         "tensorflow test_tape_dense_parameters hierarchical",

@@ -18,26 +18,28 @@ from hvd_sparse.frames import warn
 from hvd_sparse.log import Logged
 from hvd_sparse.members import is_elastic
 from hvd_sparse.messages import NOT_COPIED, not_compressed
-from hvd_sparse.tensorflow.calls import (
-    NEVER_CALLED,
+from hvd_sparse.tensorflow.caller import (
     Call,
     Traced,
     TracedCall,
-    check_call,
-    check_optimizer,
     find_call,
     is_stand_in,
     loss_scale_of,
     makes_optimizer,
-    warn_of_turns,
-    warn_of_twins,
 )
 from hvd_sparse.tensorflow.devices import CPU, on_cpu, place_buffers
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, make_error_feedback, make_variable
 from hvd_sparse.tensorflow.exchange import Exchange, digest_numbers
-from hvd_sparse.tensorflow.hosts import Hosts, make_hosts
+from hvd_sparse.tensorflow.hierarchical import Hosts, make_hosts
 from hvd_sparse.tensorflow.lifetime import Lifetime, built_outside
 from hvd_sparse.tensorflow.norm import sum_of_squares
+from hvd_sparse.tensorflow.optimizer_checks import (
+    NEVER_CALLED,
+    check_call,
+    check_optimizer,
+    warn_of_turns,
+    warn_of_twins,
+)
 from hvd_sparse.tensorflow.parts import Parts
 from hvd_sparse.tensorflow.state import assign_all, evaluate, gather_state, identity_of, restore_state
 from hvd_sparse.tensorflow.step import Step

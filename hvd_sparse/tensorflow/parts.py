@@ -7,7 +7,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_sparse.algorithms import Algorithm
-from hvd_sparse.tensorflow.calls import TracedCall
+from hvd_sparse.tensorflow.caller import TracedCall
 from hvd_sparse.tensorflow.exchange import Exchange
 from hvd_sparse.tensorflow.lifetime import Lifetime
 from hvd_sparse.tensorflow.step import Step

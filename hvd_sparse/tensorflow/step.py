@@ -35,7 +35,7 @@ from hvd_sparse.tensorflow.codecs.base import Arrival, Round, once
 from hvd_sparse.tensorflow.devices import CPU, beside, on_cpu
 from hvd_sparse.tensorflow.error_feedback import ErrorFeedback, clip_ratio
 from hvd_sparse.tensorflow.exchange import PRESENCE_NUMBERS, Exchange
-from hvd_sparse.tensorflow.hosts import Hosts
+from hvd_sparse.tensorflow.hierarchical import Hosts
 from hvd_sparse.tensorflow.presence import check_presence
 from hvd_sparse.tensorflow.traffic import TrafficVariables
 from hvd_sparse.traffic import DenseFallbackStats
