@@ -16,25 +16,20 @@ from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.frames import warn
 from hvd_sparse.messages import not_called, not_compressed
 from hvd_sparse.shared_use import SharedUse
-from hvd_sparse.torch.caller import calling_optimizer, reduces_again, runs_closure, stepping_scaler
+from hvd_sparse.torch.caller import calling_optimizer, reduces_again
 from hvd_sparse.torch.codecs.base import Arrival
 from hvd_sparse.torch.collectives.horovod import HorovodCollectives
 from hvd_sparse.torch.compressor import Compressor
-from hvd_sparse.torch.device import is_cuda
 from hvd_sparse.torch.elastic import CompressionStateHandler
+from hvd_sparse.torch.gradient_checks import GradientChecks
 from hvd_sparse.torch.in_flight import extra_reference
-from hvd_sparse.torch.optimizer_checks import DISCARDED, compressed_ids, have_gradients
+from hvd_sparse.torch.optimizer_checks import DISCARDED, have_gradients
 from hvd_sparse.torch.parameters import NamedParameters
 from hvd_sparse.torch.presence import PATIENCE
 from hvd_sparse.torch.tokens import reduction_scale
 from hvd_sparse.torch.weights_check import WeightsCheck
 from hvd_sparse.units import REDUCTION_UNKNOWN, REDUCTIONS, Units, reduction_differs
 
-REDUCE_FIRST = (
-    "Reduce first, then change gradients: optimizer.synchronize(); scaler.unscale_(optimizer), or clip; with "
-    "optimizer.skip_synchronize(): scaler.step(optimizer), or optimizer.step(). With a scaler, also set "
-    "compression.loss_scale = scaler, once"
-)
 STEP_HAS_FAILED = (
     "hvd_sparse: this step has ended with an error, and cannot go on. To go on with the next one, on every rank: "
     "optimizer.load_state_dict(optimizer.state_dict()); optimizer.zero_grad(); compression.reset(), or "
@@ -44,12 +39,6 @@ WAITED_IN_VAIN = (
     "hvd_sparse: {:g} s after this rank's backward pass, another rank has no gradient of this step: it has skipped its "
     "backward pass, or is late. From the next step on, payloads are sent in optimizer.step() only, so that backward() "
     "does not wait"
-)
-ALONE = (
-    "hvd_sparse: the optimizer also trains {}, which neither Horovod nor a compressor reduces: each rank trains it "
-    "alone. It was added by add_param_group, or unfrozen, after hvd.DistributedOptimizer was built. Build that and the "
-    "compressor from all parameters that will ever train, and freeze some afterwards. If something else reduces it, "
-    "all is well"
 )
 _compressors: weakref.WeakSet["SparseCompressor"] = weakref.WeakSet()
 
@@ -82,9 +71,10 @@ class SparseCompressor(Compressor):
         _compressors.add(self)
         self._start_check()
         self._weights_check = WeightsCheck(self._parameters, self._collectives)
+        self._gradient_checks = GradientChecks(self._parameters, self._collectives)
         self._watched = -1  # the number of the backward pass at whose end `_end_backward` is called
         self._waited_in_vain = False  # at the end of a backward pass, for a rank that had no gradient
-        self._has_warned_of_sparse = self._has_warned_of_alone = False
+        self._has_warned_of_sparse = False
         if algorithm.replaces_optimizer and self._collectives.is_alone():
             warn(not_called(algorithm.name))
 
@@ -197,94 +187,12 @@ class SparseCompressor(Compressor):
                 warn(WAITED_IN_VAIN.format(PATIENCE))
 
     def _finish(self) -> None:
-        self._refuse_changed()
+        self._gradient_checks.check(calling_optimizer(self), self._step.arrivals)
         super()._finish()
         self._weights_check.compare()  # all ranks are in this step, and no optimizer has stepped
         if not self._overflowed:  # a loss scaler skips the optimizer's step after an overflow
             # Here, not in `_end`: of several optimizers with one backward pass, the first steps before that.
             self._optimizer_checks.after_reduction(self._parameters[name] for name in self._step.arrivals)
-
-    def _refuse_changed(self) -> None:
-        """Raise RuntimeError if a gradient has changed since it was compressed: the change would be lost.
-
-        PyTorch counts most changes of a tensor, but not those by a loss scaler.
-        """
-        if stepping_scaler() is not None:
-            raise RuntimeError(
-                f"hvd_sparse: scaler.step() unscales gradients before the optimizer reduces them. {REDUCE_FIRST}"
-            )
-        optimizer = calling_optimizer(self)
-        if optimizer is not None and runs_closure(optimizer):
-            raise RuntimeError(
-                "hvd_sparse: Horovod does not reduce gradients that a closure computes in optimizer.step(closure): "
-                "each rank would train alone. Call the closure before: loss = closure(); optimizer.step()"
-            )
-        if optimizer is not None:
-            self._refuse_unreduced(optimizer)
-        for arrival in self._step.arrivals.values():
-            if self._is_replaced(arrival) or (
-                arrival.passed._version != arrival.version and self._has_changed(arrival)
-            ):
-                raise RuntimeError(
-                    f"hvd_sparse: the gradient of {arrival.name} was changed between backward() and optimizer.step(), "
-                    f"after it had been taken: the change would be lost. {REDUCE_FIRST}"
-                )
-
-    def _refuse_unreduced(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RuntimeError if an optimizer trains a parameter of the compressor that no optimizer reduces.
-
-        What the compressor lacks may be reduced by the user, or by the compressor of another optimizer.
-        """
-        reduced = getattr(optimizer, "_requires_update", ())
-        own = [one for group in optimizer.param_groups for one in group["params"]] if reduced else []
-        alone = [one for one in own if one not in reduced and one.requires_grad and one.grad is not None]
-        if not alone:
-            return
-        names = {id(one): name for name, one in self._parameters.items()}
-        unreduced = [name for one in alone if (name := names.get(id(one))) and name not in self._step.arrivals]
-        if unreduced:
-            raise RuntimeError(
-                f"hvd_sparse: Horovod does not reduce the gradient of {unreduced[0]}, and each rank would train it "
-                "alone: it was added by add_param_group, or unfrozen, after hvd.DistributedOptimizer was built. Build "
-                "it with all parameters, while all of them train, and freeze some afterwards"
-            )
-        if not self._has_warned_of_alone:
-            self._warn_of_alone(alone, getattr(optimizer, "_parameter_names", {}))
-
-    def _warn_of_alone(self, parameters: list[torch.Tensor], names: dict[torch.Tensor, str]) -> None:
-        """Warn once if one of these parameters, which Horovod does not reduce, belongs to no compressor.
-
-        names: those that the optimizer knows.
-        """
-        compressed = compressed_ids()
-        alone = next((one for one in parameters if id(one) not in compressed), None)
-        if alone is None:
-            return
-        self._has_warned_of_alone = True
-        if self._collectives.is_first():
-            warn(ALONE.format(names.get(alone, f"a parameter of shape {tuple(alone.shape)}")))
-
-    def _is_replaced(self, arrival: Arrival) -> bool:
-        """Return whether the parameter has another gradient now. A sparse one was copied before it was passed here."""
-        now = self._parameters[arrival.name].grad
-        return now is not arrival.passed and not (now is not None and now.is_sparse)
-
-    def _has_changed(self, arrival: Arrival) -> bool:
-        """Return whether a gradient whose count of changes differs has changed since the last one was compressed.
-
-        Gradients that are parts of one tensor, as after `torch.cat`, share a count, which then rises until the last of
-        them has arrived. One more change shows which gradients share it.
-        """
-        counts = {name: other.passed._version for name, other in self._step.arrivals.items()}
-        torch.autograd.graph.increment_version(arrival.passed)
-        sharing = [one for name, one in self._step.arrivals.items() if one.passed._version != counts[name]]
-        if any(is_cuda(one.passed.device) and one.is_lent for one in sharing):
-            return False  # Horovod's own copy of the sum back to the GPU counts, if it was built without NCCL
-        if counts[arrival.name] > max(one.version for one in sharing):
-            return True
-        for one in sharing:
-            one.version = one.passed._version
-        return False
 
     def _warn_of_sparse(self) -> None:
         """Warn once of a sparse gradient, which Horovod does not give to `compress`."""

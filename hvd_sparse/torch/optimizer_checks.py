@@ -171,9 +171,10 @@ class OptimizerChecks:
             self._told.add(optimizer)
 
 
-def compressed_ids() -> set[int]:
-    """Return the ids of all parameters that belong to any compressor."""
-    return set().union(*(checks._ids for checks in _all))
+def first_uncompressed(parameters: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """Return the first of these parameters that belongs to no compressor; None if each belongs to one."""
+    compressed = set().union(*(checks._ids for checks in _all))
+    return next((one for one in parameters if id(one) not in compressed), None)
 
 
 def have_gradients(parameters: Iterable[torch.Tensor]) -> bool:

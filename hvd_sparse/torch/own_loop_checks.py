@@ -9,7 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hvd_sparse.frames import warn
 from hvd_sparse.messages import NEW_EACH_STEP
 from hvd_sparse.torch.collectives import Collectives
-from hvd_sparse.torch.optimizer_checks import compressed_ids, have_gradients
+from hvd_sparse.torch.optimizer_checks import first_uncompressed, have_gradients
 
 NOT_REDUCED = (
     "hvd_sparse: an optimizer steps with gradients that reduce_gradients() has not reduced, as it had before earlier "
@@ -82,9 +82,8 @@ class OwnLoopChecks:
         """Warn once if an optimizer trains a parameter that belongs to no compressor."""
         if self._has_told_of_others or sum(len(group["params"]) for group in optimizer.param_groups) == len(own):
             return
-        compressed = compressed_ids()
-        others = (one for group in optimizer.param_groups for one in group["params"] if id(one) not in compressed)
-        alone = next((one for one in others if one.grad is not None), None)
+        every = (one for group in optimizer.param_groups for one in group["params"])
+        alone = first_uncompressed(one for one in every if one.grad is not None)
         if alone is not None:
             self._has_told_of_others = True
             self._warn(ALONE.format(tuple(alone.shape)))

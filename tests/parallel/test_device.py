@@ -9,7 +9,7 @@ import torch
 from gradients import draw
 from helpers import assert_alive, backward, distributed, drive, make_parameters, memory_of, step
 
-from hvd_sparse.torch import Compression, compression, device, ops, vote
+from hvd_sparse.torch import Compression, device, gradient_checks, ops, vote
 from hvd_sparse.torch import step as step_module
 from hvd_sparse.torch.collectives.horovod import HorovodCollectives
 
@@ -84,7 +84,7 @@ def test_a_copy_back_to_the_device_is_no_change_of_a_gradient(monkeypatch):
 
     monkeypatch.setattr("horovod.torch.optimizer.allreduce_async_", copy_back)
     for on_device in (False, True):
-        monkeypatch.setattr(compression, "is_cuda", lambda device, answer=on_device: answer)
+        monkeypatch.setattr(gradient_checks, "is_cuda", lambda device, answer=on_device: answer)
         parameters = make_parameters(SHAPES)
         compressor = Compression.gradient_dropping(parameters.items(), density=1.0)
         optimizer = distributed(parameters, compressor)
@@ -97,7 +97,7 @@ def test_a_copy_back_to_the_device_is_no_change_of_a_gradient(monkeypatch):
 @pytest.mark.skipif(hvd.size() == 1, reason="Horovod compresses nothing with one process")
 def test_a_change_of_a_dense_gradient_on_a_device_is_refused(monkeypatch):
     """DGC sends another tensor than the gradient, so no copy of Horovod's excuses the change."""
-    monkeypatch.setattr(compression, "is_cuda", lambda device: True)
+    monkeypatch.setattr(gradient_checks, "is_cuda", lambda device: True)
     parameters = make_parameters(SHAPES)
     optimizer = distributed(parameters, Compression.dgc(parameters.items(), density=1.0))
     backward(parameters, draw(SHAPES, 0, hvd.rank()))
