@@ -1,4 +1,4 @@
-"""Keeps MPI running as long as sessions and pipelines use it.
+"""Keeps MPI running as long as sessions and pipelines use it; tells whether they end with an error.
 
 Horovod stops MPI if it has started it: on every rank, in its background thread, as soon as the first rank ends, while
 the others may still train. MPI_Finalize first calls the delete functions of the attributes of MPI_COMM_SELF, and MPI
@@ -28,6 +28,14 @@ def keep_running(user, mpi) -> None:
 def let_go(user) -> None:
     """Let MPI_Finalize wait for `user` no longer."""
     _users.discard(user)
+
+
+def is_end(error: BaseException | None) -> bool:
+    """Return whether an exception ends a run without an error: a generator's end, `sys.exit()` or `sys.exit(0)`.
+
+    Any other argument of `sys.exit`, also an empty text, makes the process's status other than 0.
+    """
+    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 def is_ending(mpi) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_choice, check_seconds, checked_integer
 from hvd_sparse.configuration_check import CHECK_SECONDS
+from hvd_sparse.finalization import is_end
 from hvd_sparse.library import checked_communicator
 from hvd_sparse.log import Logged
 from hvd_sparse.model_parallel import message, tree
@@ -166,9 +167,8 @@ class Pipeline(Logged, OutputBoundaries, abc.ABC):
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        is_end = isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
         try:
-            if error is not None and not is_end:
+            if error is not None and not is_end(error):
                 self._blame(error)
         finally:
             self.close()

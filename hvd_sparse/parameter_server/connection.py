@@ -72,11 +72,6 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def is_end(error: BaseException | None) -> bool:
-    """Return whether an exception ends a run without an error: a generator's end, `sys.exit()` or `sys.exit(0)`."""
-    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
-
-
 class Connection:
     """A worker and its end of the wire. ranks: those that serve. timeout: seconds to wait for an answer."""
 

@@ -13,10 +13,11 @@ import numpy as np
 
 from hvd_sparse.checks import check_bool, check_seconds
 from hvd_sparse.configuration_check import CHECK_SECONDS
+from hvd_sparse.finalization import is_end
 from hvd_sparse.frames import warn
 from hvd_sparse.library import checked_communicator
 from hvd_sparse.log import Logged
-from hvd_sparse.parameter_server.connection import Connection, Heartbeat, described, is_end
+from hvd_sparse.parameter_server.connection import Connection, Heartbeat, described
 from hvd_sparse.parameter_server.layout import ParameterLayout
 from hvd_sparse.parameter_server.methods import Method, checked_method
 from hvd_sparse.parameter_server.model_file import write_model

@@ -1,5 +1,6 @@
 """Messages between ranks without collectives. A single rank sends to itself."""
 
+import subprocess
 import sys
 import textwrap
 import threading
@@ -16,6 +17,20 @@ from hvd_sparse.library import checked_communicator
 from hvd_sparse.mailbox import Mailbox, poll
 
 OPEN = "hvd_sparse: MPI ends while a session or pipeline is open: close() it before hvd.shutdown() or MPI.Finalize()"
+
+
+@pytest.mark.parametrize("code", [None, 0, False, 1, 3, "", "failed"])
+def test_an_exit_is_an_error_where_it_is_one_for_python(code):
+    """A session or pipeline in a `with` block then tells the other ranks why this one has left."""
+    exits = [sys.executable, "-ISc", f"import sys; sys.exit({code!r})"]
+    status = subprocess.run(exits, stderr=subprocess.DEVNULL).returncode
+    assert finalization.is_end(SystemExit(code)) == (status == 0)
+
+
+def test_a_generator_that_is_closed_has_no_error_and_an_exception_has():
+    assert finalization.is_end(GeneratorExit())
+    assert not finalization.is_end(ValueError()) and not finalization.is_end(KeyboardInterrupt())
+    assert not finalization.is_end(None)
 
 
 @pytest.mark.parametrize("background", [False, True])
