@@ -7,11 +7,12 @@ from typing import Protocol
 
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
 from hvd_sparse.sampling import hash_index
-from hvd_sparse.stages import ADAPT_STEPS, FitStages
 
 SMALLEST = 2.0**-149  # of float32: every nonzero number reaches it
 LOWEST_MARGIN = 0.5
 HIGHEST_MARGIN = 0.998
+ADAPT_STEPS = 5  # between two changes of the number of stages in which a threshold is fitted
+STAGE_TOLERANCE = 0.2  # of the mean of the counts over k: within it, the number of stages stays
 
 
 def lowered(margin):
@@ -194,6 +195,33 @@ class Turns:
         return self._drain is not None and int(hash_index(self._seed, step * self._count + position)) % self._drain == 0
 
 
+@dataclass(frozen=True)
+class StageSearch:
+    """The search for the number of stages in which a threshold is fitted (SIDCo: Abdelmoniem et al., 2021, section 2).
+
+    The fit itself is native: `csrc/core/fit.h`, and its twin `hvd_sparse.reference.fit`.
+    """
+
+    count: int  # of stages
+    direction: int = 1  # -1: reversed
+    error: float = math.inf  # of the mean of the counts over k, the last time
+
+    def adapted(self, achieved: float, density: float) -> "StageSearch":
+        """Return the search after one more change, from the mean of the counts over k (Algorithm 1, Adapt_Stages).
+
+        Add a stage if too few elements were sent, remove one if too many; with the direction reversed, the other way
+        round. Reverse it if the error has grown since the last time, or if the bounds 1 and log2(1 / density) forbid
+        the change: whether more stages raise or lower the threshold depends on the tail.
+        """
+        error = abs(achieved - 1.0)
+        direction = -self.direction if error > self.error else self.direction
+        if error <= STAGE_TOLERANCE:
+            return StageSearch(self.count, direction, error)
+        wanted = self.count + (direction if achieved < 1.0 else -direction)
+        count = min(max(wanted, 1), max(1, math.ceil(-math.log2(density))))
+        return StageSearch(count, direction if count == wanted else -direction, error)
+
+
 class FittedThreshold:
     """The threshold of one tensor from a distribution fitted in stages, whose number adapts (SIDCo, Algorithm 1).
 
@@ -221,7 +249,9 @@ class FittedThreshold:
     def restore(self, numbers: Sequence[float]) -> None:
         """Continue from `numbers()`."""
         more, turned, error, knows, self._achieved, steps = map(float, numbers)
-        self._stages = FitStages(self._algorithm.stages + int(more), -1 if turned else 1, error if knows else math.inf)
+        self._stages = StageSearch(
+            self._algorithm.stages + int(more), -1 if turned else 1, error if knows else math.inf
+        )
         self._steps, self._density, self._guess = int(steps), 1.0, 0.0
 
     def plan(self, step: int, k: int, n: int) -> Plan:

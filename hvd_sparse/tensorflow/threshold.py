@@ -12,9 +12,9 @@ import tensorflow as tf
 import hvd_sparse.partition
 from hvd_sparse.algorithms import Algorithm, DynamicCommunicationThresholding, SIDCo
 from hvd_sparse.partition import threshold_scale
-from hvd_sparse.stages import ADAPT_STEPS
 from hvd_sparse.tensorflow.error_feedback import make_variable
 from hvd_sparse.threshold import (
+    ADAPT_STEPS,
     HIGHEST_MARGIN,
     LOWEST_MARGIN,
     SMALLEST,

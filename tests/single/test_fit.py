@@ -5,7 +5,7 @@ import pytest
 from scipy import stats
 
 from hvd_sparse.reference import fit
-from hvd_sparse.stages import TOLERANCE, FitStages
+from hvd_sparse.threshold import STAGE_TOLERANCE, StageSearch
 
 N = 400_000
 
@@ -114,31 +114,31 @@ def adapt(stages, *achieved, density=0.01):
 
 
 def test_stages_adapt_by_what_was_sent():
-    assert adapt(FitStages(3), 0.79) == (4, 1) and adapt(FitStages(3), 1.21) == (2, 1)
-    assert [adapt(FitStages(3), mean) for mean in (0.81, 1.0, 1.19)] == [(3, 1)] * 3
+    assert adapt(StageSearch(3), 0.79) == (4, 1) and adapt(StageSearch(3), 1.21) == (2, 1)
+    assert [adapt(StageSearch(3), mean) for mean in (0.81, 1.0, 1.19)] == [(3, 1)] * 3
 
 
 def test_stages_turn_round_when_it_got_worse():
-    assert adapt(FitStages(3), 0.5, 0.6) == (5, 1)
-    assert adapt(FitStages(3), 0.5, 0.4) == (3, -1)
-    assert adapt(FitStages(3), 0.5, 0.4, 0.5) == (2, -1)
-    assert adapt(FitStages(3), 1.5, 1.6) == (3, -1)
+    assert adapt(StageSearch(3), 0.5, 0.6) == (5, 1)
+    assert adapt(StageSearch(3), 0.5, 0.4) == (3, -1)
+    assert adapt(StageSearch(3), 0.5, 0.4, 0.5) == (2, -1)
+    assert adapt(StageSearch(3), 1.5, 1.6) == (3, -1)
 
 
 def test_stages_turn_round_at_their_bounds():
     """log2 of the density is the most that halve it; a tail that one stage is too few for is not stuck there."""
-    assert adapt(FitStages(1), 5.0) == (1, -1) and adapt(FitStages(1), 5.0, 5.0) == (2, -1)
-    assert adapt(FitStages(7), 0.1) == (7, -1)
-    assert adapt(FitStages(3), 0.1, density=0.9) == (1, -1)
+    assert adapt(StageSearch(1), 5.0) == (1, -1) and adapt(StageSearch(1), 5.0, 5.0) == (2, -1)
+    assert adapt(StageSearch(7), 0.1) == (7, -1)
+    assert adapt(StageSearch(3), 0.1, density=0.9) == (1, -1)
 
 
 @pytest.mark.parametrize("distribution", [stats.halfnorm, stats.uniform, stats.genpareto(0.3), stats.expon])
 def test_stages_find_a_number_that_serves(distribution):
     """From one stage on, on fixed data of a light, a bounded, a heavy and an exponential tail."""
-    values, stages, density = draw(distribution), FitStages(1), 0.01
+    values, stages, density = draw(distribution), StageSearch(1), 0.01
     for _ in range(30):
         achieved = reached(values, fit.fitted_threshold(values, density, stages.count, "exponential")) / density
-        if abs(achieved - 1.0) <= TOLERANCE:
+        if abs(achieved - 1.0) <= STAGE_TOLERANCE:
             return
         stages = stages.adapted(achieved, density)
     assert achieved == pytest.approx(1.0, abs=0.6)
