@@ -1,27 +1,17 @@
 """The configuration check: ranks compare their descriptions of models and settings before they exchange payloads."""
 
 import hashlib
-import os
-import threading
 from collections.abc import Iterable, Sequence
 
 from hvd_sparse.checks import some
+from hvd_sparse.timeouts import TIMEOUT_SECONDS
 
 DIGEST_BYTES = 32
-
-
-def timeout(text: str) -> float:
-    """Return the number of seconds that HVD_SPARSE_TIMEOUT has; ValueError unless it is above 0 and finite."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds < threading.TIMEOUT_MAX:
-        raise ValueError(f"HVD_SPARSE_TIMEOUT must be a number of seconds above 0, and finite; got {text!r}")
-    return seconds
-
-
-CHECK_SECONDS = timeout(os.environ.get("HVD_SPARSE_TIMEOUT", "600"))  # how long a rank waits for the others
+CHECK_FAILED = (
+    "hvd_sparse: the other ranks did not take part in the first exchange of this compressor, or in a call for its "
+    f"state, within {TIMEOUT_SECONDS:.0f} s (set HVD_SPARSE_TIMEOUT if ranks may be later). Every rank must build its "
+    "compressors in the same order, and call reset(), load_state_dict() and state_dict(summed=True) like the others"
+)
 
 
 def digest(lines: Iterable[str]) -> bytes:
@@ -44,13 +34,4 @@ def explain_difference(descriptions: Sequence[Sequence[str]]) -> str:
     return (
         "hvd_sparse: the ranks do not agree on model or settings: " + "; ".join(reasons) + ". Build the same model and "
         "the same compressor on every rank."
-    )
-
-
-def check_failed(seconds: float) -> str:
-    """Say what it means if the other ranks have not answered for so long."""
-    return (
-        "hvd_sparse: the other ranks did not take part in the first exchange of this compressor, or in a call for its "
-        f"state, within {seconds:.0f} s (set HVD_SPARSE_TIMEOUT if ranks may be later). Every rank must build its "
-        "compressors in the same order, and call reset(), load_state_dict() and state_dict(summed=True) like the others"
     )

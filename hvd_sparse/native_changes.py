@@ -25,7 +25,7 @@ from hvd_sparse.native_call import (
 from hvd_sparse.threshold import SMALLEST
 from hvd_sparse.wire import BLOCK, HEADER_BYTES, payload_size
 
-MOST_CLOCK = 2**32 - 1
+MOST_CLOCK = 2**32 - 1  # clocks are uint32
 
 declare(
     {

@@ -4,13 +4,13 @@ import atexit
 import sys
 from typing import NamedTuple
 
-from hvd_sparse.configuration_check import CHECK_SECONDS
 from hvd_sparse.library import checked_communicator
 from hvd_sparse.mailbox import poll
 from hvd_sparse.model_parallel.notices import Notices, wait_for
 from hvd_sparse.model_parallel.process_grid import Order, ProcessGrid
+from hvd_sparse.timeouts import TIMEOUT_SECONDS
 
-START_TIMEOUT = CHECK_SECONDS  # that a rank waits for the others in `hybrid`
+START_TIMEOUT = TIMEOUT_SECONDS  # that a rank waits for the others in `hybrid`
 LEAVE_TIMEOUT = 60.0  # seconds that a rank waits for the others at its end
 GRACE = 0.5  # seconds between Horovod's error and word of what caused it; the word was sent first
 

@@ -8,7 +8,6 @@ import numpy as np
 
 from hvd_sparse._version import __version__
 from hvd_sparse.checks import check_choice, check_seconds, checked_integer
-from hvd_sparse.configuration_check import CHECK_SECONDS
 from hvd_sparse.finalization import is_end
 from hvd_sparse.library import checked_communicator
 from hvd_sparse.log import Logged
@@ -21,9 +20,10 @@ from hvd_sparse.model_parallel.notices import PipelineError
 from hvd_sparse.model_parallel.output_boundaries import OutputBoundaries
 from hvd_sparse.model_parallel.schedule import FORWARD, SCHEDULES, Schedule, split_rows
 from hvd_sparse.model_parallel.traffic import PipelineTraffic
+from hvd_sparse.timeouts import TIMEOUT_SECONDS
 from hvd_sparse.traffic import PipelineStats
 
-TIMEOUT = CHECK_SECONDS
+TIMEOUT = TIMEOUT_SECONDS
 
 
 class Pipeline(Logged, OutputBoundaries, abc.ABC):

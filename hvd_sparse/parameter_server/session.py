@@ -12,7 +12,6 @@ from typing import cast
 import numpy as np
 
 from hvd_sparse.checks import check_bool, check_seconds
-from hvd_sparse.configuration_check import CHECK_SECONDS
 from hvd_sparse.finalization import is_end
 from hvd_sparse.frames import warn
 from hvd_sparse.library import checked_communicator
@@ -28,9 +27,10 @@ from hvd_sparse.parameter_server.summary import of_all_workers, own_stats, summa
 from hvd_sparse.parameter_server.transport import MPIEndpoint, next_session, require_threads
 from hvd_sparse.parameter_server.worker import Worker
 from hvd_sparse.shared_use import SharedUse
+from hvd_sparse.timeouts import TIMEOUT_SECONDS
 from hvd_sparse.traffic import SessionStats
 
-TIMEOUT, SILENCE = CHECK_SECONDS, 120.0
+TIMEOUT, SILENCE = TIMEOUT_SECONDS, 120.0
 SHARE_EVERY = 10  # steps between two sends of buffers, whose bytes are a few per cent of a push
 _open: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # this process's sessions, by communicator
 

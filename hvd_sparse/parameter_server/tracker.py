@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvd_sparse import native_changes
-from hvd_sparse.native_changes import make_marks
+from hvd_sparse.native_changes import MOST_CLOCK, make_marks
 from hvd_sparse.parameter_server import protocol
 from hvd_sparse.parameter_server.change_log import ChangeLog
 from hvd_sparse.parameter_server.layout import Piece
@@ -21,7 +21,6 @@ from hvd_sparse.parameter_server.updates import Update, groups_of, pack, piece_s
 from hvd_sparse.threshold import SMALLEST
 from hvd_sparse.wire import payload_size
 
-MOST_CLOCK = 2**32 - 1  # clocks are uint32
 PART = 2  # a log has at most n/2 indices,
 PART_BESIDE_CLOCKS = 4  # or n/4 if there is also an array of n elements
 

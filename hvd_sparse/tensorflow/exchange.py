@@ -18,11 +18,12 @@ import tensorflow as tf
 from hvd_sparse.algorithms import Algorithm
 from hvd_sparse.announcement import BETWEEN_STEPS, check_all_between_steps, reason_message, texts_of
 from hvd_sparse.checkpoint import refusal
-from hvd_sparse.configuration_check import CHECK_SECONDS, check_failed, digest, explain_difference
+from hvd_sparse.configuration_check import CHECK_FAILED, digest, explain_difference
 from hvd_sparse.frames import warn
 from hvd_sparse.members import Members, is_elastic
 from hvd_sparse.messages import not_called
 from hvd_sparse.pieces import WORD_BYTES, Pieces, plan_pieces
+from hvd_sparse.timeouts import TIMEOUT_SECONDS
 
 # Of the presence sum: presence, step, loss scale, misplaced and six of the digest, each with its square.
 PRESENCE_NUMBERS = 2 * (1 + 1 + 1 + 1 + 6)
@@ -217,7 +218,7 @@ class Announcement:
 
 
 def in_time(function: Callable, announced: Announcement | None = None):
-    """Return the result of a function that waits for all ranks; RuntimeError if it takes over CHECK_SECONDS.
+    """Return the result of a function that waits for all ranks; RuntimeError if it takes over TIMEOUT_SECONDS.
 
     announced: detects that other ranks are in a step instead.
 
@@ -234,13 +235,13 @@ def in_time(function: Callable, announced: Announcement | None = None):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + CHECK_SECONDS
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while thread.is_alive() and time.monotonic() < deadline:
-        thread.join(0.05 if announced else CHECK_SECONDS)
+        thread.join(0.05 if announced else TIMEOUT_SECONDS)
         if announced and thread.is_alive():
             announced.check()
     if thread.is_alive():
-        raise RuntimeError(check_failed(CHECK_SECONDS))
+        raise RuntimeError(CHECK_FAILED)
     if failures:
         raise failures[0]
     if announced:

@@ -25,7 +25,7 @@ from hvd_sparse.torch.gradient_checks import GradientChecks
 from hvd_sparse.torch.in_flight import extra_reference
 from hvd_sparse.torch.optimizer_checks import DISCARDED, have_gradients
 from hvd_sparse.torch.parameters import NamedParameters
-from hvd_sparse.torch.presence import PATIENCE
+from hvd_sparse.torch.presence import ANSWER_SECONDS
 from hvd_sparse.torch.tokens import reduction_scale
 from hvd_sparse.torch.weights_check import WeightsCheck
 from hvd_sparse.units import REDUCTION_UNKNOWN, REDUCTIONS, Units, reduction_differs
@@ -184,7 +184,7 @@ class SparseCompressor(Compressor):
             is_open = self._under_way and not self._has_sent and self._step.sends_early
             if is_open and not self._step.end_backward():
                 self._waited_in_vain = True
-                warn(WAITED_IN_VAIN.format(PATIENCE))
+                warn(WAITED_IN_VAIN.format(ANSWER_SECONDS))
 
     def _finish(self) -> None:
         self._gradient_checks.check(calling_optimizer(self), self._step.arrivals)

@@ -17,8 +17,9 @@ from hvd_sparse.announcement import (
     texts_of,
 )
 from hvd_sparse.checkpoint import refusal
-from hvd_sparse.configuration_check import CHECK_SECONDS, DIGEST_BYTES, check_failed, digest, explain_difference
+from hvd_sparse.configuration_check import CHECK_FAILED, DIGEST_BYTES, digest, explain_difference
 from hvd_sparse.pieces import MOST_WORDS, WORD_BYTES, Pieces, plan_pieces
+from hvd_sparse.timeouts import TIMEOUT_SECONDS
 from hvd_sparse.torch.collectives import Collectives, Handle
 from hvd_sparse.torch.traffic import Traffic
 
@@ -53,14 +54,14 @@ class Pending:
         return self.is_done()
 
     def wait_in_time(self, meanwhile: Callable[[], bool] = lambda: True) -> torch.Tensor:
-        """Return the result; raise RuntimeError if the other ranks have not taken part within CHECK_SECONDS.
+        """Return the result; raise RuntimeError if the other ranks have not taken part within TIMEOUT_SECONDS.
 
         meanwhile: called again and again until it returns True, which the result waits for; it may raise an error.
         """
-        deadline = monotonic() + CHECK_SECONDS
+        deadline = monotonic() + TIMEOUT_SECONDS
         while not all([meanwhile(), self.is_done()]):  # both are asked each time, so that both make progress
             if monotonic() > deadline:
-                raise RuntimeError(check_failed(CHECK_SECONDS))
+                raise RuntimeError(CHECK_FAILED)
             sleep(0.0005)
         return self.wait()
 

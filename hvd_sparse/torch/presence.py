@@ -18,10 +18,10 @@ from collections.abc import Sequence
 import torch
 
 from hvd_sparse.announcement import BETWEEN_STEPS, MOST_RANKS, ranks_apart
-from hvd_sparse.configuration_check import CHECK_SECONDS
+from hvd_sparse.timeouts import TIMEOUT_SECONDS
 from hvd_sparse.torch.exchange import FURTHER_NUMBERS, Exchange, Pending
 
-PATIENCE = min(60.0, CHECK_SECONDS)  # seconds that a rank waits for the others' answers at the end of a backward pass
+ANSWER_SECONDS = min(60.0, TIMEOUT_SECONDS)  # for the answers of all ranks, at the end of a backward pass
 
 
 class Presence:
@@ -59,11 +59,11 @@ class Presence:
         return early == int(first) % MOST_RANKS
 
     def is_answered_in_time(self) -> bool:
-        """Wait for the answers of all ranks, for PATIENCE at most; return whether they are there.
+        """Wait for the answers of all ranks, for ANSWER_SECONDS at most; return whether they are there.
 
         A rank without gradients answers only in its optimizer's step, and may wait for the others before that.
         """
-        return not self._may_miss or self.pending.is_done_in_time(PATIENCE)
+        return not self._may_miss or self.pending.is_done_in_time(ANSWER_SECONDS)
 
     def sums(self) -> list[float]:
         """Return the sums over ranks of the codec's numbers; waits for the all-reduce."""

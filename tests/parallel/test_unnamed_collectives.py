@@ -185,7 +185,7 @@ def test_backward_waits_for_a_rank_without_gradients_once(ranks_have_made_as_man
     parameters, optimizer, one = make("gather")
     for t in range(5):
         optimizer.zero_grad()
-        monkeypatch.setattr(presence, "PATIENCE", 0.1 if t == 2 else 60.0)
+        monkeypatch.setattr(presence, "ANSWER_SECONDS", 0.1 if t == 2 else 60.0)
         began, waits = time.monotonic(), t == 2 and hvd.rank() > 0
         with pytest.warns(UserWarning, match="another rank has no gradient of this step") if waits else nullcontext():
             if t < 2 or t == 4 or hvd.rank() > 0:

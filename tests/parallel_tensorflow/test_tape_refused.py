@@ -183,7 +183,7 @@ def test_a_state_loaded_on_one_rank_only(scope, monkeypatch):
     state = {**reduce.compression.state_dict(), "step": 8}
     if hvd.rank() == 0:
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="did not take part"):
-            patch.setattr(exchange, "CHECK_SECONDS", 0.2)
+            patch.setattr(exchange, "TIMEOUT_SECONDS", 0.2)
             reduce.compression.load_state_dict(state)
     assert_alive()
     if hvd.rank() != 0:
@@ -389,5 +389,5 @@ def test_a_rank_that_loads_alone_meets_the_others(when, message, call):
             reduce.compression.state_dict(summed=True)
         else:
             reduce(draw(SHAPES, 1, hvd.rank()))
-    assert time.monotonic() - began < exchange.CHECK_SECONDS / 10
+    assert time.monotonic() - began < exchange.TIMEOUT_SECONDS / 10
     assert_alive()

@@ -120,7 +120,7 @@ def test_a_process_set_given_to_the_optimizer_alone_is_refused(run_job):
     code, output = run_job(
         """
         from hvd_sparse.torch import exchange
-        exchange.CHECK_SECONDS = 5
+        exchange.TIMEOUT_SECONDS = 5
         part = hvd.add_process_set([0, 1])
         parameters, optimizer = make(["a"], optimizer_options={"process_set": part})
         step(parameters, optimizer)

@@ -14,10 +14,11 @@ import pytest
 
 from hvd_sparse.algorithms import Settings
 from hvd_sparse.buckets import plan_buckets
-from hvd_sparse.configuration_check import digest, explain_difference, timeout
+from hvd_sparse.configuration_check import digest, explain_difference
 from hvd_sparse.parameter_server import DGS, DCTAsync
 from hvd_sparse.schedule import WarmUp
 from hvd_sparse.threshold import ThresholdHint
+from hvd_sparse.timeouts import timeout
 from hvd_sparse.torch.traffic import Traffic
 
 
