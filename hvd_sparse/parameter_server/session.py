@@ -26,9 +26,9 @@ from hvd_sparse.parameter_server.serving import LocalServers
 from hvd_sparse.parameter_server.summary import of_all_workers, own_stats, summary
 from hvd_sparse.parameter_server.transport import MPIEndpoint, next_session, require_threads
 from hvd_sparse.parameter_server.worker import Worker
-from hvd_sparse.shared_use import SharedUse
 from hvd_sparse.timeouts import TIMEOUT_SECONDS
 from hvd_sparse.traffic import SessionStats
+from hvd_sparse.turns_check import TurnsCheck
 
 TIMEOUT, SILENCE = TIMEOUT_SECONDS, 120.0
 SHARE_EVERY = 10  # steps between two sends of buffers, whose bytes are a few per cent of a push
@@ -90,7 +90,7 @@ class Session(Logged):
         self._counts: Counter = Counter()  # a worker's, when its last push had ended, or it had joined
         self._last: Counter = Counter()  # what that push had added to them
         self._heartbeat: Heartbeat | None = None
-        self._optimizers = SharedUse()
+        self._optimizers = TurnsCheck()
         self._shared: np.ndarray | None = None  # the buffers that were last sent
         self._non_finite = sum(array.size - int(np.isfinite(array).sum()) for array in (buffers or {}).values())
         self._before = sys.exc_info()[1]  # is handled here, and no reason to leave
@@ -265,7 +265,7 @@ class Session(Logged):
 
     def _note(self, optimizer) -> None:
         """Warn once if several optimizers of this session step in turn."""
-        if self._optimizers.begins(optimizer):
+        if self._optimizers.note_use(optimizer):
             warn(
                 "hvd_sparse: several optimizers of one session step in turn: each step pushes all parameters of the "
                 "session, also those of the other optimizers, and counts as a step of the schedule. Use one optimizer "

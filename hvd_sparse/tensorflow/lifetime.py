@@ -40,8 +40,8 @@ class Lifetime:
     def __init__(self, variables: Variables, number: tf.Variable):
         self._variables = variables
         self._number = number
-        self._built = next(_clock)
-        self._begun = math.inf  # until the first call
+        self._built_at = next(_clock)
+        self._first_call_at = math.inf  # there was none yet
         self._has_warned = False  # or one before it
 
     def begin(self) -> None:
@@ -51,9 +51,9 @@ class Lifetime:
         """
         if self in _begun:
             return
-        self._begun = next(_clock)
-        earlier = [one for one in _begun if one._begun < self._built and self._shares_variables(one)]
-        before = sorted(earlier, key=lambda one: one._begun)
+        self._first_call_at = next(_clock)
+        earlier = [one for one in _begun if one._first_call_at < self._built_at and self._shares_variables(one)]
+        before = sorted(earlier, key=lambda one: one._first_call_at)
         _begun.add(self)
         self._has_warned = any(one._has_warned for one in before)
         with tf.init_scope():  # eager, but in a graph of TensorFlow 1

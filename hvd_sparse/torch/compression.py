@@ -15,7 +15,6 @@ from horovod.torch.elastic.state import get_handler_registry
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.frames import warn
 from hvd_sparse.messages import not_called, not_compressed
-from hvd_sparse.shared_use import SharedUse
 from hvd_sparse.torch.caller import calling_optimizer, reduces_again
 from hvd_sparse.torch.codecs.base import Arrival
 from hvd_sparse.torch.collectives.horovod import HorovodCollectives
@@ -28,6 +27,7 @@ from hvd_sparse.torch.parameters import NamedParameters
 from hvd_sparse.torch.presence import ANSWER_SECONDS
 from hvd_sparse.torch.tokens import reduction_scale
 from hvd_sparse.torch.weights_check import WeightsCheck
+from hvd_sparse.turns_check import TurnsCheck
 from hvd_sparse.units import REDUCTION_UNKNOWN, REDUCTIONS, Units, reduction_differs
 
 STEP_HAS_FAILED = (
@@ -67,7 +67,7 @@ class SparseCompressor(Compressor):
         super().__init__(algorithm, parameters, self._collectives)
         self._open: set[str] = set()  # compressed, not yet decompressed
         self._references: list[torch.Tensor] = []  # gradients that Horovod all-reduces
-        self._optimizers = SharedUse()
+        self._optimizers = TurnsCheck()
         _compressors.add(self)
         self._start_check()
         self._weights_check = WeightsCheck(self._parameters, self._collectives)
@@ -217,7 +217,7 @@ class SparseCompressor(Compressor):
             if self.algorithm.depends_on_reduction:
                 raise ValueError(REDUCTION_UNKNOWN)
             return Units(size, None, self.loss_scale)
-        if self._optimizers.begins(optimizer):
+        if self._optimizers.note_use(optimizer):
             warn(
                 "hvd_sparse: several optimizers use one compressor: each counts as a step, and sends payloads for the "
                 "parameters of the others, too. Build a compressor for each, from its own named parameters"

@@ -3,16 +3,19 @@
 import weakref
 
 
-class SharedUse:
-    """Notes who uses an object."""
+class TurnsCheck:
+    """Records the optimizers that use a compressor or session."""
 
     def __init__(self):
         self._users: weakref.WeakSet = weakref.WeakSet()
         self._last: weakref.ref | None = None
         self._has_told = False
 
-    def begins(self, user) -> bool:
-        """Note a use; return True once, when a user comes back after another: not where one has replaced another."""
+    def note_use(self, user) -> bool:
+        """Record a use. Return True once: when an optimizer is used again after another one was used in between.
+
+        One that replaces another for good is allowed.
+        """
         if self._last is not None and self._last() is user:
             return False
         tells = user in self._users and not self._has_told
@@ -22,6 +25,6 @@ class SharedUse:
         return tells
 
     def is_by_another(self, user) -> bool:
-        """Return whether the last use was by somebody else, who still exists."""
+        """Return whether the last use was by another optimizer, which still exists."""
         last = None if self._last is None else self._last()
         return last is not None and last is not user
