@@ -99,7 +99,11 @@ Raises:
 
 
 def documented(method: Signature) -> Signature:
-    """Complete a public method: its docstring, its name in Python's errors, and what says that it must be called."""
+    """Complete a public method of `CompressionMethods`, and return it.
+
+    Insert the shared arguments into its docstring, set its name in Python's errors, and make it raise a helpful
+    TypeError if it is passed without being called.
+    """
     text = inspect.cleandoc(method.__doc__ or "")
     for name, arguments in SHARED_ARGUMENTS.items():
         text = text.replace(f"    {name}", arguments)

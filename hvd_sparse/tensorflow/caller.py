@@ -27,7 +27,7 @@ class Call:
     reduction: int
     process_set: hvd.ProcessSet
     optimizer: object  # the calling Keras or v1 optimizer, None under a tape
-    passes: int  # by which Horovod divides the result: backward passes that are summed before, to be averaged
+    passes: int  # number of local backward passes by which Horovod divides their sum; 1 if it does not
     scaler: Any  # the loss scaler of Keras or TensorFlow 1 that unscales the result; None without one, or under a tape
     sums_passes: bool  # whether Horovod's Keras optimizer sums several backward passes before
     applier: Any  # under a tape: `self.optimizer` of a caller, such as a model with a train_step; None without one

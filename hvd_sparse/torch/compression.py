@@ -166,7 +166,8 @@ class SparseCompressor(Compressor):
             compressor._start_check()
 
     def _begin(self) -> None:
-        # Of several compressors, ranks may begin the steps in different orders. All ranks hear what each one says.
+        # With several compressors, ranks may begin their steps in different orders, so none sends early. The presence
+        # sum tells all ranks whether each of them sends early.
         self._step.sends_early = self._watch_backward() and len(_compressors) == 1 and not self._waited_in_vain
         super()._begin()
 

@@ -252,8 +252,8 @@ class Compressor(Logged, abc.ABC):
     def _give_up(self) -> None:
         """Give up the step under way, if any, which all ranks do: complete its exchange, and discard the result.
 
-        Ranks send messages at different times. One that some ranks have sent, and others have not, would meet the next
-        one of its name. RuntimeError if the ranks have other gradients in the step, or one does not come.
+        If only some ranks have sent a message, it would be matched with the message of the same name in the next step.
+        RuntimeError if the ranks have other gradients in the step, or one does not come.
         """
         if self._under_way and not self._check.is_due():  # else the backend was started anew, without the messages
             content = " ".join(sorted(self._step.arrivals)).encode()

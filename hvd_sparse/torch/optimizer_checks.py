@@ -33,9 +33,9 @@ TWO_PASSES = (
     "If the first pass was not to train these parameters, freeze them in it"
 )
 DISCARDED = (
-    "hvd_sparse: gradients were reduced, and no optimizer has stepped with them: what is left of them will be sent in "
-    "later steps, which is as it should be if this step was to be skipped. Freeze parameters in a pass that is not to "
-    "train them, as the discriminator's in a GAN's generator step: requires_grad_(False)"
+    "hvd_sparse: gradients were reduced, and no optimizer has stepped with them: their unsent part stays in the "
+    "residual and is sent in later steps. This is right if you skipped the step on purpose. Freeze parameters in a "
+    "pass that is not to train them, as the discriminator's in a GAN's generator step: requires_grad_(False)"
 )
 WEAK_DECAY = (
     "hvd_sparse: weight_decay={:g} of SGD does not pass through the momentum of {}, which Compression.{} has: it is "

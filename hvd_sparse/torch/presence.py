@@ -10,7 +10,7 @@ A rank that waits for the others between two steps announces this in the same al
 
 Horovod names a user's collective without a name after the number of calls before it: when a backward pass ends, all
 ranks must have made as many calls. So payloads that are sent before the optimizer's step are sent by the end of the
-backward pass on all ranks, or on none. Which of both, the same sum tells: each rank adds 1 if it can send early.
+backward pass on all ranks, or on none. The same sum decides: payloads are sent early only if every rank has added 1.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,8 @@ ANSWER_SECONDS = min(60.0, TIMEOUT_SECONDS)  # for the answers of all ranks, at 
 class Presence:
     """The all-reduce that starts a step: presence, frozen parameters, early messages, and numbers of the codec.
 
-    Without it, as under a DistributedDataParallel that leaves out no parameters, no rank has a frozen one in a step.
+    Where process groups are used, all parameters take part, and the codec has no numbers, no all-reduce is needed:
+    `pending` then holds this rank's own numbers.
 
     Args:
         exchange: That of the compressor.
