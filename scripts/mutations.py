@@ -51,9 +51,16 @@ PYTHON = [
     (
         "after backward ranks have made different numbers of calls, PyTorch",
         "hvd_sparse/torch/presence.py",
-        "return not self._may_miss or self.pending.is_done_in_time(ANSWER_SECONDS)",
-        "return True",
-        "torch test_unnamed_collectives as_many_calls",
+        "            self.has_waited_in_vain = not self.pending.is_done_in_time(ANSWER_SECONDS)",
+        "            if not self.pending.is_done():\n                return False",
+        "torch test_unnamed_collectives within_a_backward",
+    ),
+    (
+        "backward waits in each step for a rank without gradients, PyTorch",
+        "hvd_sparse/torch/compression.py",
+        "        self._steps_off = STEPS_AFTER_A_WAIT << self._waits_in_vain\n",
+        "",
+        "torch test_unnamed_collectives without_gradients_once",
     ),
     (
         "a rank with several compressors alone sends no payload in backward, PyTorch",

@@ -1,7 +1,8 @@
-"""The optimizer of Horovod that calls a compressor: it knows the reduction."""
+"""What calls a compressor: a backward pass, or the optimizer of Horovod, which knows the reduction."""
 
 from types import FrameType
 
+import torch
 from torch.amp.grad_scaler import GradScaler
 
 from hvd_sparse.frames import frames, local
@@ -31,6 +32,11 @@ def runs_closure(optimizer) -> bool:
     if not getattr(optimizer, "_should_synchronize", False):
         return False
     return any(local(frame, "closure") is not None for frame in _running("step", optimizer))
+
+
+def runs_backward() -> bool:
+    """Return whether a backward pass is running in this thread."""
+    return torch._C._current_graph_task_id() >= 0
 
 
 def stepping_scaler() -> GradScaler | None:

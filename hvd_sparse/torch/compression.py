@@ -6,6 +6,7 @@ and gradient_predivide_factor work as usual.
 """
 
 import gc
+import itertools
 import weakref
 
 import horovod.torch as hvd
@@ -15,7 +16,7 @@ from horovod.torch.elastic.state import get_handler_registry
 from hvd_sparse.algorithms import Algorithm, CompressionMethods
 from hvd_sparse.frames import warn
 from hvd_sparse.messages import not_called, not_compressed
-from hvd_sparse.torch.caller import calling_optimizer, reduces_again
+from hvd_sparse.torch.caller import calling_optimizer, reduces_again, runs_backward
 from hvd_sparse.torch.codecs.base import Arrival
 from hvd_sparse.torch.collectives.horovod import HorovodCollectives
 from hvd_sparse.torch.compressor import Compressor
@@ -36,10 +37,12 @@ STEP_HAS_FAILED = (
     "compression.load_state_dict() with a state from before"
 )
 WAITED_IN_VAIN = (
-    "hvd_sparse: {:g} s after this rank's backward pass, another rank has no gradient of this step: it has skipped its "
-    "backward pass, or is late. From the next step on, payloads are sent in optimizer.step() only, so that backward() "
-    "does not wait"
+    "hvd_sparse: in backward(), this rank has waited {:g} s for another rank, which has no gradient of this step yet: "
+    "it has skipped its backward pass, or is late. In the next {} steps payloads are sent in optimizer.step() only, so "
+    "that backward() does not wait"
 )
+STEPS_AFTER_A_WAIT = 16  # in which nothing is sent in backward, after a wait in vain; twice as many after each next one
+_clock = itertools.count(1)  # of the steps of all compressors
 _compressors: weakref.WeakSet["SparseCompressor"] = weakref.WeakSet()
 
 
@@ -72,8 +75,9 @@ class SparseCompressor(Compressor):
         self._start_check()
         self._weights_check = WeightsCheck(self._parameters, self._collectives)
         self._gradient_checks = GradientChecks(self._parameters, self._collectives)
-        self._watched = -1  # the number of the backward pass at whose end `_end_backward` is called
-        self._waited_in_vain = False  # at the end of a backward pass, for a rank that had no gradient
+        self._waits_in_vain = 0  # in backward, for a rank that had no gradient
+        self._steps_off = 0  # the number of next steps in which nothing is sent in backward, after a wait in vain
+        self._began = [0, 0, 0]  # by `_clock`, the last three steps; 0: none
         self._has_warned_of_sparse = False
         if algorithm.replaces_optimizer and self._collectives.is_alone():
             warn(not_called(algorithm.name))
@@ -98,10 +102,11 @@ class SparseCompressor(Compressor):
                 if name in step.arrivals:  # the step was given up: its optimizer never stepped
                     self._refuse_two_optimizers(step.arrivals[name], tensor)
                     self._begin()
-                if step.sends_early:
-                    step.sends_early = self._watch_backward()
+                step.sends_early = step.sends_early and runs_backward()
                 arrival = self._arrival_of(name, tensor, not parameters[name].requires_grad)
                 carried = step.add(arrival)
+                if step.sends_early and step.has_waited_in_vain():
+                    self._stop_sending_early()
                 arrival.version = tensor._version
                 if not arrival.carries_token:
                     arrival.is_lent = carried.data_ptr() == tensor.data_ptr()
@@ -166,26 +171,25 @@ class SparseCompressor(Compressor):
             compressor._start_check()
 
     def _begin(self) -> None:
-        # With several compressors, ranks may begin their steps in different orders, so none sends early. The presence
-        # sum tells all ranks whether each of them sends early.
-        self._step.sends_early = self._watch_backward() and len(_compressors) == 1 and not self._waited_in_vain
+        self._began = [*self._began[1:], next(_clock)]
+        self._step.sends_early = runs_backward() and self._is_alone() and self._steps_off == 0
+        self._steps_off = max(0, self._steps_off - 1)
         super()._begin()
 
-    def _watch_backward(self) -> bool:
-        """Let the backward pass that runs, if any, call `_end_backward` at its end; return whether one runs."""
-        number = torch._C._current_graph_task_id()  # -1: none
-        if number not in (-1, self._watched):
-            self._watched = number
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        return number >= 0
+    def _is_alone(self) -> bool:
+        """Return whether no other compressor has begun a step since this one began its last but one.
 
-    def _end_backward(self) -> None:
-        """Send what is complete, so that all ranks have made as many calls of Horovod after a backward pass."""
-        with self._lock, torch.no_grad():
-            is_open = self._under_way and not self._has_sent and self._step.sends_early
-            if is_open and not self._step.end_backward():
-                self._waited_in_vain = True
-                warn(WAITED_IN_VAIN.format(ANSWER_SECONDS))
+        With several compressors, ranks may begin their steps in different orders, so none sends early. Some ranks may
+        still have one that nothing uses any more: the presence sum tells all ranks whether each of them sends early.
+        """
+        return all(one is self or one._began[-1] <= self._began[0] for one in list(_compressors))
+
+    def _stop_sending_early(self) -> None:
+        """Send nothing more in backward, in this step and some of the next ones: a rank has no gradient, or is late."""
+        self._step.sends_early = False
+        self._steps_off = STEPS_AFTER_A_WAIT << self._waits_in_vain
+        self._waits_in_vain += 1
+        warn(WAITED_IN_VAIN.format(ANSWER_SECONDS, self._steps_off))
 
     def _finish(self) -> None:
         self._gradient_checks.check(calling_optimizer(self), self._step.arrivals)

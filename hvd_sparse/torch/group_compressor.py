@@ -18,7 +18,7 @@ from hvd_sparse.torch.dense_bucket import fills
 from hvd_sparse.torch.exchange import Pending
 from hvd_sparse.torch.optimizer_checks import TWO_PASSES
 from hvd_sparse.torch.own_loop_checks import OwnLoopChecks
-from hvd_sparse.torch.parameters import NamedParameters
+from hvd_sparse.torch.parameters import NamedParameters, gradient_dtype
 from hvd_sparse.units import Units
 
 TWO_REDUCTIONS = (
@@ -92,7 +92,7 @@ class GroupCompressor(Compressor):
                 self._traffic.count(payload_bytes=8 * len(self._parameters), exchange=waited)
                 by_dtype: dict[torch.dtype, list[str]] = {}
                 for name in names:
-                    by_dtype.setdefault(self._parameters[name].dtype, []).append(name)
+                    by_dtype.setdefault(gradient_dtype(self._parameters[name]), []).append(name)
                 for own in by_dtype.values():
                     self._take_own(own)
             self._deliver()
@@ -139,9 +139,9 @@ class GroupCompressor(Compressor):
             parameter = self._parameters[name]
             if parameter.grad is None:
                 missing.add(name)
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
             elif 0 in parameter.grad.stride():  # an expanded tensor, which cannot hold the mean
-                parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
+                parameter.grad = torch.empty_like(parameter, dtype=parameter.grad.dtype).copy_(parameter.grad)
             gradients.append(parameter.grad.detach())
         self._used.update(set(names) - missing)
         self._take(gradients[0], names, gradients, missing)

@@ -211,12 +211,6 @@ class HierarchicalStep(OptimizerStep):
             self._start_full()
         return self._tokens.take()
 
-    def end_backward(self) -> bool:
-        """Start the complete messages once all ranks have begun the step; return False if they did not in time."""
-        if is_answered := self._presence.is_answered_in_time():
-            self._start_full()
-        return is_answered
-
     def finish(self) -> None:
         """Sum the gradients over the host's ranks, compress this rank's shards, and start exchanging them."""
         with self.traffic.timed("exchange"):
@@ -314,13 +308,15 @@ class HierarchicalStep(OptimizerStep):
 
     def _start_full(self) -> None:
         """Start the complete messages, once the presence check shows that all ranks take part in this step."""
-        if self._clips_model or not self.sends_early or not self._presence.may_gather():
+        full = [title for title in self._planned if not self._missing[title] and title not in self._groups]
+        if self._clips_model or not self.sends_early or not full:
             return
         with self.traffic.timed("exchange"):
+            if not self._presence.may_gather():
+                return
             self._presence.check(self.units.world_size)
-        for title, names in self._planned.items():
-            if not self._missing[title]:
-                self._start(title, names)
+        for title in full:
+            self._start(title, self._planned[title])
 
     def _start(self, title: str, names: list[str]) -> None:
         """Start summing gradients over the host's ranks."""

@@ -11,6 +11,7 @@ from hvd_sparse.torch.codecs.base import Arrival
 from hvd_sparse.torch.error_feedback import ErrorFeedback, StatePart
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.parameters import Parameters
+from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.tokens import Tokens
 from hvd_sparse.torch.traffic import Traffic
 from hvd_sparse.traffic import DenseFallbackStats
@@ -39,6 +40,7 @@ class OptimizerStep(abc.ABC):
     thresholds: Mapping  # by name; they persist across steps and are part of a checkpoint
     regions: dict  # of reduce-scatters, by the tensors of their messages; part of a checkpoint
     units: Units  # of the step under way
+    _presence: Presence  # its check
 
     def __init__(self, algorithm: Algorithm, parameters: Parameters, exchange: Exchange, traffic: Traffic):
         self.algorithm, self.parameters, self.exchange, self.traffic = algorithm, parameters, exchange, traffic
@@ -78,13 +80,6 @@ class OptimizerStep(abc.ABC):
         """Add one gradient to the step; return the tensor for Horovod to all-reduce: a token or the dense tensor."""
 
     @abc.abstractmethod
-    def end_backward(self) -> bool:
-        """Send what is complete once all ranks have begun the step; return False if they did not in time.
-
-        Called where ranks send early, at the end of each backward pass: each has then sent as many messages.
-        """
-
-    @abc.abstractmethod
     def finish(self) -> None:
         """Send what is left of the step; no gradient is added after this."""
 
@@ -108,6 +103,10 @@ class OptimizerStep(abc.ABC):
 
         Waits for collectives that were left unread.
         """
+
+    def has_waited_in_vain(self) -> bool:
+        """Return whether `add` has waited for the ranks to begin the step, and not all have: nothing is sent early."""
+        return self._presence.has_waited_in_vain
 
     @abc.abstractmethod
     def drop(self) -> None:

@@ -37,6 +37,7 @@ class Parameters(Mapping[str, torch.nn.Parameter]):
                 "iterator serves only once)"
             )
         self.device = _device_of(self._by_name)
+        self._names = {id(parameter): name for name, parameter in self._by_name.items()}
         self._follows: dict[str | None, str] = {}
         self._last: str | None = None
 
@@ -87,6 +88,9 @@ class Parameters(Mapping[str, torch.nn.Parameter]):
         return guess
 
     def _search(self, gradient: torch.Tensor, seen: Container[str]) -> str:
+        called_for = self._names.get(id(_parameter_of_caller()))
+        if called_for is not None and self._by_name[called_for].grad is gradient:
+            return called_for  # to look at all would take seconds with 10,000 parameters
         for name, parameter in self._by_name.items():
             if parameter.grad is gradient:
                 return name
@@ -116,6 +120,11 @@ class Parameters(Mapping[str, torch.nn.Parameter]):
 def can_train(parameter: torch.Tensor) -> bool:
     """Return whether the parameter has a dtype that can have a gradient."""
     return parameter.dtype in DTYPES
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the parameter's gradients: another than its own, if the user has set `grad_dtype`."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def named(parameters: NamedParameters, argument: str = "parameters") -> dict[str, torch.nn.Parameter]:

@@ -8,9 +8,11 @@ sum still tells whether any rank has a frozen one.
 
 A rank that waits for the others between two steps announces this in the same all-reduce: `hvd_sparse.announcement`.
 
-Horovod names a user's collective without a name after the number of calls before it: when a backward pass ends, all
-ranks must have made as many calls. So payloads that are sent before the optimizer's step are sent by the end of the
-backward pass on all ranks, or on none. The same sum decides: payloads are sent early only if every rank has added 1.
+Horovod names a user's collective without a name after the number of calls before it. Such a collective may stand
+between backward and the optimizer's step, or within the backward pass, as in the gradient of `hvd.allgather`. So what
+is sent before the optimizer's step must be sent at the same place on all ranks, or nowhere: when the gradient that
+completes it arrives, each rank waits for the others' answers. The same sum decides: payloads are sent early only if
+every rank has added 1.
 """
 
 from collections.abc import Sequence
@@ -21,7 +23,7 @@ from hvd_sparse.announcement import BETWEEN_STEPS, MOST_RANKS, ranks_apart
 from hvd_sparse.timeouts import TIMEOUT_SECONDS
 from hvd_sparse.torch.exchange import FURTHER_NUMBERS, Exchange, Pending
 
-ANSWER_SECONDS = min(60.0, TIMEOUT_SECONDS)  # for the answers of all ranks, at the end of a backward pass
+ANSWER_SECONDS = min(60.0, TIMEOUT_SECONDS)  # for the answers of all ranks, in a backward pass
 
 
 class Presence:
@@ -49,22 +51,22 @@ class Presence:
         own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         self.pending = exchange.ask_presence(own) if is_asked else Pending(finish=lambda: own)
         self._sums: list[float] | None = None
+        self.has_waited_in_vain = False
 
     def may_gather(self) -> bool:
-        """Return whether messages that need all ranks may be sent now: all have answered, and all send early."""
+        """Wait for the others' answers; return whether messages that need all ranks are sent before `finish`.
+
+        Once, for ANSWER_SECONDS at most: a rank without gradients answers only in its optimizer's step, and may wait
+        for the others before that.
+        """
         if not self._may_miss:
             return True
-        if not self.pending.is_done():
+        if not self.has_waited_in_vain:
+            self.has_waited_in_vain = not self.pending.is_done_in_time(ANSWER_SECONDS)
+        if self.has_waited_in_vain:
             return False
         first, early, *_ = self._all_sums()
         return early == int(first) % MOST_RANKS
-
-    def is_answered_in_time(self) -> bool:
-        """Wait for the answers of all ranks, for ANSWER_SECONDS at most; return whether they are there.
-
-        A rank without gradients answers only in its optimizer's step, and may wait for the others before that.
-        """
-        return not self._may_miss or self.pending.is_done_in_time(ANSWER_SECONDS)
 
     def sums(self) -> list[float]:
         """Return the sums over ranks of the codec's numbers; waits for the all-reduce."""

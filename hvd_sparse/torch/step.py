@@ -67,7 +67,6 @@ class Step(OptimizerStep):
         self._late: list[Bucket] = []
         self._votes: list[Pending] = []
         self._whole_factor = 1.0  # of all gradients, where the norm of the whole model clips them
-        self._presence: Presence
 
     @property
     def regions(self) -> dict:
@@ -177,13 +176,6 @@ class Step(OptimizerStep):
         if self.sends_early:
             self._send_early()
         return carried
-
-    def end_backward(self) -> bool:
-        """Send what is complete once all ranks have begun the step; return False if they did not in time."""
-        if self._deferred and not self._presence.is_answered_in_time():
-            return False
-        self._send_early()
-        return True
 
     def finish(self) -> None:
         """Send all buckets that have not been sent: no gradient is compressed after this in the step."""
@@ -349,9 +341,12 @@ class Step(OptimizerStep):
         return frozenset(name for name, count in zip(names, ranks, strict=True) if count == 0.0)
 
     def _send_early(self) -> None:
-        """Send the deferred messages if all ranks may."""
-        if self._deferred and self._presence.may_gather():
-            self._release(wait=False)
+        """Send the deferred messages if all ranks may; wait for their answers."""
+        if self._deferred:
+            with self.traffic.timed("exchange"):
+                may_gather = self._presence.may_gather()
+            if may_gather:
+                self._release(wait=False)
 
     def _release(self, wait: bool) -> None:
         """Start the deferred all-gathers, once the presence check shows that all ranks take part in this step."""

@@ -115,19 +115,36 @@ def test_of_several_backward_passes_in_a_step(ranks_have_made_as_many_calls):
     assert_ranks_agree(parameters)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_within_a_backward_pass_too(variant, ranks_have_made_as_many_calls, monkeypatch):
+    """The gradient of `hvd.allgather` is an all-reduce without a name, wherever the layer is."""
+    monkeypatch.setattr(hierarchical, "HOST_BYTES", 1)
+    parameters, optimizer, _ = make(variant)
+    found = []
+    parameters["c"].register_hook(lambda _: time.sleep(0.01))  # less than one rank is late
+    parameters["b"].register_hook(lambda _: found.append(ranks_have_made_as_many_calls()))
+    for t in range(6):
+        optimizer.zero_grad()
+        late_backward(parameters, t, ["a", "c", "b"])
+        optimizer.step()
+    assert found == [True] * 6
+    assert_ranks_agree(parameters)
+
+
 def test_where_one_rank_still_has_a_compressor_that_nothing_uses(ranks_have_made_as_many_calls):
-    """Python's garbage collector runs at other times on each rank."""
-    *_, unused = make("gather", "unused.")
-    compression._compressors.clear()
+    """Python's garbage collector runs at other times on each rank. It ends the overlap for two steps."""
+    before, optimizer, unused = make("gather", "unused.")
+    late_backward(before, 0)
+    optimizer.step()
+    if hvd.rank() > 0:
+        compression._compressors.discard(unused)
     parameters, optimizer, one = make("gather")
     for t in range(5):
-        if t == 2 and hvd.rank() == 0:
-            compression._compressors.add(unused)
         optimizer.zero_grad()
         late_backward(parameters, t)
         assert ranks_have_made_as_many_calls(), t
         optimizer.step()
-        assert one._step.sends_early == (t < 2 or hvd.rank() > 0)
+        assert one._step.sends_early == (t > 1 or hvd.rank() > 0)
     assert_ranks_agree(parameters)
 
 
@@ -182,16 +199,22 @@ def test_a_dropped_compressor_that_only_one_rank_still_has_begins_nothing(ranks_
 
 def test_backward_waits_for_a_rank_without_gradients_once(ranks_have_made_as_many_calls, monkeypatch):
     """That rank begins its step in its optimizer, after a collective in which the others take part after backward."""
+    monkeypatch.setattr(compression, "STEPS_AFTER_A_WAIT", 2)
     parameters, optimizer, one = make("gather")
-    for t in range(5):
+    for t in range(12):
         optimizer.zero_grad()
-        monkeypatch.setattr(presence, "ANSWER_SECONDS", 0.1 if t == 2 else 60.0)
-        began, waits = time.monotonic(), t == 2 and hvd.rank() > 0
-        with pytest.warns(UserWarning, match="another rank has no gradient of this step") if waits else nullcontext():
-            if t < 2 or t == 4 or hvd.rank() > 0:
-                late_backward(parameters, t)
+        without = t in (2, 3, 6) and hvd.rank() == 0
+        monkeypatch.setattr(presence, "ANSWER_SECONDS", 0.1 if t in (2, 3, 6) else 60.0)
+        began, waits = time.monotonic(), t in (2, 6) and hvd.rank() > 0
+        with pytest.warns(UserWarning) if waits else nullcontext() as warned:
+            for name in () if without else parameters:  # a backward pass for each
+                late_backward(parameters, t, [name])
         assert time.monotonic() - began < 30.0
+        if waits:
+            assert [str(each.message).split("In the next ")[1][:2] for each in warned] == ["2 " if t == 2 else "4 "]
         hvd.barrier()
         optimizer.step()
+        if hvd.rank() > 0:  # two steps after the first wait in vain, and four after the second
+            assert one._step.sends_early == (t in (0, 1, 5, 11)), t
     assert_ranks_agree(parameters)
-    assert one.stats()["steps"] == 5
+    assert one.stats()["steps"] == 12

@@ -139,6 +139,26 @@ def test_half_precision_is_that_of_ddp():
     assert_equal(ddp, own)
 
 
+def test_gradients_of_another_type_than_their_parameters():
+    """bfloat16 weights with float32 gradients. A rank without a gradient sends zeros of the others' type."""
+    model = nn.Sequential(nn.Linear(20, 30, bias=False), nn.Linear(30, 5, bias=False)).to(torch.bfloat16)
+    if not hasattr(model[0].weight, "grad_dtype"):
+        pytest.skip("this PyTorch has gradients of their parameters' type only")
+    compression = Compression.gradient_dropping(model.named_parameters(), density=1.0, min_numel=1)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    draws = torch.Generator().manual_seed(1)
+    every = [torch.randn(30, 20, generator=draws) for _ in range(dist.get_world_size())]
+    if dist.get_rank() > 0:
+        model[0].weight.grad = every[dist.get_rank()].clone()
+    model[1].weight.grad = torch.ones(5, 30)
+    compression.reduce_gradients()
+    assert [one.grad.dtype for one in model.parameters()] == [torch.float32] * 2
+    expected = sum(every[1:], torch.zeros(30, 20)) / len(every)
+    torch.testing.assert_close(model[0].weight.grad, expected)
+    assert torch.equal(model[1].weight.grad, torch.ones(5, 30))
+
+
 @ALONE
 def test_a_process_group_reduces_for_itself():
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
