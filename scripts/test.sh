@@ -195,7 +195,7 @@ all)
     if [ "$tier" = all ]; then
         for part in native sanitize threads fuzz single parallel cuda; do "$0" "$part"; done
     else
-        lanes "torch_ranks tensorflow_ranks ddp_ranks cuda" "kernels sanitize threads single"
+        lanes "torch_ranks tensorflow_ranks ddp_ranks cuda" "kernels sanitize single"
     fi
     ;;
 *) fail "no suite named $1" "native, kernels, sanitize, threads, coverage, fuzz, single, parallel (torch_ranks, ddp_ranks, tensorflow_ranks), tensorflow, cuda or all" ;;

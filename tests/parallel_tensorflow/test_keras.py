@@ -290,9 +290,9 @@ OPTIMIZERS = {
         pytest.param("new", 1, marks=pytest.mark.exhaustive),
         ("Adam", 1),
         pytest.param("legacy", 1, marks=pytest.mark.exhaustive),
-        ("legacy Adam", 1),
+        pytest.param("legacy Adam", 1, marks=pytest.mark.exhaustive),
         ("new", 2),
-        ("legacy", 2),
+        pytest.param("legacy", 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_second_momentum_warns(which, passes):

@@ -4,6 +4,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
+import tiers
 from gradients import whole_numbers
 from tf_helpers import Reducer, assert_alive, assert_ranks_agree, make_variables, memory_of, several, total
 
@@ -40,7 +41,9 @@ class Stages(Schedule):
 
 
 @several
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", tiers.choice(METHODS, "gradient_dropping of the model", "cltk", "dgc by reduce-scatter")
+)
 def test_dense_steps_deliver_everything(method):
     """With whole numbers: the sum of a dense step is that of its gradients and of all residuals."""
     variables = make_variables(SHAPES)

@@ -4,6 +4,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
+import tiers
 from gradients import draw, whole_numbers
 from tf_helpers import as_gradients, make_variables, reduce_through_tape, several
 
@@ -64,7 +65,7 @@ def reduce_all(trials, gradients, groups=None, **options):
 
 
 @several
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", tiers.choice(REDUCTIONS, "sum", "predivide_odd", "listed_groups"))
 def test_one_step_is_horovods(reduction):
     options = REDUCTIONS[reduction]
     gradients = whole_numbers(SHAPES, 3, hvd.rank())

@@ -27,7 +27,7 @@ def make(method, **settings):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("means", ["state_dict", "tf.train.Checkpoint"])
+@pytest.mark.parametrize("means", ["state_dict", pytest.param("tf.train.Checkpoint", marks=pytest.mark.exhaustive)])
 def test_a_resumed_run_is_the_uninterrupted_one(means, method, tmp_path):
     """Saved after 17 steps, amid a life-span and five steps of SIDCo; through a file, into a new compressor."""
     whole, resumed = make(method), make(method)

@@ -92,6 +92,7 @@ def test_sidco_is_that_of_the_paper():
     ],
     ids=lambda form: form["values"],
 )
+@pytest.mark.each_value
 def test_nothing_is_lost_and_ranks_agree(make, form):
     reduce = reducer(make, **form)
     balance = {name: np.zeros(FEW[name]) for name in SPARSE}
@@ -154,7 +155,7 @@ def test_zeros_are_never_sent(make):
         assert not any(result.any() for result in reduce({name: np.zeros(FEW[name]) for name in FEW}).values())
 
 
-@pytest.mark.parametrize("make", tiers.choice(METHODS, "dct", "sidco", "cltk", "micro"), indirect=True)
+@pytest.mark.parametrize("make", tiers.choice(METHODS, "sidco", "cltk"), indirect=True)
 def test_eagerly(make):
     """Of whole numbers: the order in which Horovod's own allreduce adds differs from one call to the next."""
     eager, traced = reducer(make, graph=False), reducer(make)

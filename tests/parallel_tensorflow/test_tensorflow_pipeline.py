@@ -151,7 +151,7 @@ def functional(rank):
     return tf.keras.Model(inputs, dense(5)(x) if rank == STAGES - 1 else (dense(6)(x), dense(4)(x)))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_models_of_keras_are_stages(compiled):
     stage, optimizer = functional(RANK), tf.keras.optimizers.Adam(0.01)
     if compiled:

@@ -70,6 +70,7 @@ def launch(tree, *command):
     return output
 
 
+@pytest.mark.exhaustive
 def test_the_script_of_a_file_of_ones_own_compresses(tmp_path):
     (code,) = re.findall(r"^```python\n(.*?)^```$", OWN_FILE, re.M | re.S)
     (path := tmp_path / "own.py").write_text(code + TRAINING)

@@ -122,12 +122,13 @@ SYNTHETIC = ["--num-warmup-batches", "0", "--num-batches-per-iter", "2", "--num-
     ("example", "options"),
     [
         ("pytorch_digits.py", [*FEW_EPOCHS, *LOW_BIT, "--plot", ""]),
-        pytest.param("pytorch_char_lstm.py", [*FEW_STEPS, *LOW_BIT, "--plot", ""], marks=pytest.mark.exhaustive),
-        pytest.param("pytorch_transformer.py", [*TRANSFORMER, *LOW_BIT, "--plot", ""], marks=pytest.mark.exhaustive),
-        pytest.param("pytorch_synthetic_benchmark.py", [*SYNTHETIC, *LOW_BIT], marks=pytest.mark.exhaustive),
-        pytest.param("pytorch_digits.py", [*FEW_EPOCHS, "--powersgd", "1", "--plot", ""], marks=pytest.mark.exhaustive),
+        ("pytorch_char_lstm.py", [*FEW_STEPS, *LOW_BIT, "--plot", ""]),
+        ("pytorch_transformer.py", [*TRANSFORMER, *LOW_BIT, "--plot", ""]),
+        ("pytorch_synthetic_benchmark.py", [*SYNTHETIC, *LOW_BIT]),
+        ("pytorch_digits.py", [*FEW_EPOCHS, "--powersgd", "1", "--plot", ""]),
     ],
 )
+@pytest.mark.exhaustive
 def test_an_example_under_ddp(example, options):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     code, output = launch([*torchrun, str(EXAMPLES / example), "--host", "ddp", *options, "--quiet"])
