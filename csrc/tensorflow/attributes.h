@@ -9,6 +9,7 @@
 #include "../core/bucket_layout.h"
 #include "../core/names.h"
 #include "absl/strings/str_cat.h"
+#include "tensorflow/core/framework/tensor_shape.h"
 #include "tensorflow/core/platform/errors.h"
 
 namespace hvd_sparse {
@@ -46,6 +47,15 @@ absl::Status GetSizes(Source* source, const char* verb, std::vector<int64_t>* ns
   TF_RETURN_IF_ERROR(source->GetAttr("ns", ns));
   if (std::all_of(ns->begin(), ns->end(), [](int64_t n) { return n >= 0; })) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat("hvd_sparse.", verb, ": ns must be >= 0"));
+}
+
+// Reads the shape of the tensor that an op returns.
+template <typename Source>
+absl::Status GetKnownShape(Source* source, const char* verb, tensorflow::PartialTensorShape* shape) {
+  TF_RETURN_IF_ERROR(source->GetAttr("shape", shape));
+  if (shape->IsFullyDefined()) return absl::OkStatus();
+  const std::string got = shape->DebugString();
+  return absl::InvalidArgumentError(absl::StrCat("hvd_sparse.", verb, ": shape must be fully known, got ", got));
 }
 
 }  // namespace hvd_sparse

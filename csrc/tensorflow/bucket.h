@@ -141,12 +141,12 @@ class ClearBucketBase : public Kernel {
     std::vector<int64_t> sizes;
     for (int i = 0; i < residuals.size(); ++i) {
       Buffer& residual = buffers[static_cast<size_t>(i)];
-      TF_RETURN_IF_ERROR(residual.Open(call, HandleOf(residuals[i])));
+      TF_RETURN_IF_ERROR(residual.Open(call, residuals[i]));
       sizes.push_back(residual.size());
     }
     for (int i = 0; i < velocities.size(); ++i) {
       Buffer& velocity = buffers[sizes.size() + static_cast<size_t>(i)];
-      TF_RETURN_IF_ERROR(velocity.Open(call, HandleOf(velocities[i])));
+      TF_RETURN_IF_ERROR(velocity.Open(call, velocities[i]));
       if (velocity.size() != sizes[static_cast<size_t>(i)]) return call.Invalid("velocity and residual differ in size");
     }
     BucketLayout layout;
@@ -232,7 +232,9 @@ class ReduceBucketBase : public Kernel {
 class TakeSumBase : public Kernel {
  public:
   explicit TakeSumBase(OpKernelConstruction* construction) : Kernel(construction, "take_sum") {
-    OP_REQUIRES_OK(construction, construction->GetAttr("shape", &shape_));
+    tensorflow::PartialTensorShape shape;
+    OP_REQUIRES_OK(construction, GetKnownShape(construction, "take_sum", &shape));
+    shape.AsTensorShape(&shape_);
   }
 
  protected:

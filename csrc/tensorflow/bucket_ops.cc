@@ -38,7 +38,7 @@ absl::Status ReduceBucketShape(InferenceContext* c) {
 absl::Status TakeSumShape(InferenceContext* c) {
   tensorflow::PartialTensorShape shape;
   ShapeHandle output;
-  TF_RETURN_IF_ERROR(c->GetAttr("shape", &shape));
+  TF_RETURN_IF_ERROR(GetKnownShape(c, "take_sum", &shape));
   TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(shape, &output));
   c->set_output(0, output);
   return absl::OkStatus();

@@ -13,16 +13,16 @@
 
 namespace hvd_sparse {
 
-inline const tensorflow::ResourceHandle& HandleOf(const Tensor& tensor) {
-  return tensor.scalar<tensorflow::ResourceHandle>()();
-}
-
 // The float32 vector of a resource variable. While this object lives, the variable is locked and no one else has its
 // buffer.
 class Buffer {
  public:
-  absl::Status Open(const Call& call, const tensorflow::ResourceHandle& handle) {
-    TF_RETURN_IF_ERROR(tensorflow::LookupResource(call.context(), handle, &variable_));
+  absl::Status Open(const Call& call, const Tensor& handle) {
+    if (!TensorShapeUtils::IsScalar(handle.shape())) {
+      return call.Invalid("a variable's handle must be a scalar, got shape ", handle.shape().DebugString());
+    }
+    const auto& resource = handle.scalar<tensorflow::ResourceHandle>()();
+    TF_RETURN_IF_ERROR(tensorflow::LookupResource(call.context(), resource, &variable_));
     TF_RETURN_IF_ERROR(call.Claim(variable_.get()));
     lock_.emplace(*variable_->mu());
     return Own(call, variable_->tensor());
@@ -108,13 +108,13 @@ class AccumulatingKernel : public Kernel {
     job->params = params_;
     job->params.factor = factor;
     job->gradient = AsArray(lists.gradients[member]);
-    TF_RETURN_IF_ERROR(job->residual.Open(call, HandleOf(lists.residuals[member])));
+    TF_RETURN_IF_ERROR(job->residual.Open(call, lists.residuals[member]));
     TF_RETURN_IF_ERROR(CheckSize(call, "residual", job->residual.size(), job->gradient.size));
     job->feedback = {job->residual.data(), nullptr};
     if (lists.velocities.size() == 0) {
       job->params.rule = AccumulateRule::kResidual;
     } else {
-      TF_RETURN_IF_ERROR(job->velocity.Open(call, HandleOf(lists.velocities[member])));
+      TF_RETURN_IF_ERROR(job->velocity.Open(call, lists.velocities[member]));
       TF_RETURN_IF_ERROR(CheckSize(call, "velocity", job->velocity.size(), job->gradient.size));
       job->feedback.velocity = job->velocity.data();
     }

@@ -19,7 +19,7 @@ class ScatterUpdateKernel : public Kernel {
     TF_RETURN_IF_ERROR(call.Vector("values", &values, &value_count));
     if (count != value_count) return call.Invalid(count, " indices but ", value_count, " values");
     Buffer buffer;
-    TF_RETURN_IF_ERROR(buffer.Open(call, tensorflow::HandleFromInput(call.context(), 0)));
+    TF_RETURN_IF_ERROR(buffer.Open(call, call.context()->input(0)));
     const int64_t size = buffer.size();
     for (int64_t i = 0; i < count; ++i) {
       if (indices[i] < 0 || indices[i] >= size) return call.Invalid("index ", indices[i], " of ", size, " elements");

@@ -143,6 +143,34 @@ def test_refusals(call, message):
         call()
 
 
+def stacked_handles():
+    return tf.stack([zeros(5).handle] * 2)
+
+
+def accumulate_raw(residual, velocity):
+    ops._ops.hvd_sparse_accumulate(tf.ones([5]), 1.0, residual, velocity, [], True)
+
+
+def clear_raw(residual, velocity):
+    message = tf.zeros([8], tf.uint8)
+    ops._ops.hvd_sparse_clear_bucket(message, tf.constant([1], tf.int64), False, [residual], velocity)
+
+
+@pytest.mark.parametrize(
+    ("verb", "call"),
+    [
+        ("accumulate", lambda: accumulate_raw(stacked_handles(), [])),
+        ("accumulate", lambda: accumulate_raw(zeros(5).handle, [stacked_handles()])),
+        ("clear_bucket", lambda: clear_raw(stacked_handles(), [])),
+        ("clear_bucket", lambda: clear_raw(zeros(5).handle, [stacked_handles()])),
+        ("scatter_update", lambda: ops._ops.hvd_sparse_scatter_update(stacked_handles(), np.zeros(1, int), [1.0])),
+    ],
+)
+def test_several_handles_in_place_of_one_are_refused(verb, call):
+    with pytest.raises(Invalid, match=rf"hvd_sparse.{verb}: a variable's handle must be a scalar, got shape \[2\]"):
+        call()
+
+
 def test_a_variable_that_is_given_twice_is_refused():
     """It would wait for its own lock, for ever."""
     variable = tf.Variable(tf.zeros([8]))

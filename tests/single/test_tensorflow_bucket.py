@@ -361,3 +361,15 @@ def test_a_sum_of_another_size_is_refused(is_skipped):
         ops.take_sum(tf.ones([6]), [1.0], 1.0, is_skipped, tf.TensorShape([2, 4]))
     with pytest.raises(Invalid, match="is_skipped must be a scalar"):
         ops.take_sum(tf.ones([6]), [1.0], 1.0, [is_skipped], tf.TensorShape([6]))
+
+
+@pytest.mark.parametrize(("shape", "text"), [([None, 2], r"\[\?,2\]"), (None, "<unknown>")])
+def test_a_sum_of_an_unknown_shape_is_refused_eagerly_and_while_tracing(shape, text):
+    def take():
+        return ops.take_sum(tf.ones([6]), [1.0], 1.0, False, tf.TensorShape(shape))
+
+    message = f"hvd_sparse.take_sum: shape must be fully known, got {text}"
+    with pytest.raises(Invalid, match=message):
+        take()
+    with pytest.raises(ValueError, match=message):
+        tf.function(take, autograph=False)()
