@@ -166,7 +166,8 @@ class SparseCompressor(Logged, tf.__internal__.tracking.AutoTrackable):  # a mod
         """Return the reduced gradient, of the variable's shape and the gradient's type."""
         if ctx is None:
             return tensor
-        return self._parts.step.result(ctx.arrival, ctx.now, tensor)
+        reduced = self._parts.step.result(ctx.arrival, ctx.now, tensor)
+        return tf.stop_gradient(reduced)  # else an outer tape would differentiate what is sent dense, and nothing else
 
     def stats(self, session=None) -> CompressionStats:
         """Return this rank's traffic, and the norm of its residuals.

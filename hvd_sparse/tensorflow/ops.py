@@ -17,6 +17,8 @@ from hvd_sparse.library import load_library
 from hvd_sparse.sampling import signed
 
 _ops = load_library("tensorflow", tf.load_op_library)  # of `bucket_ops`, `varying_ops` and `row_ops`, too
+for _type in filter(lambda name: name.startswith("HvdSparse"), dir(_ops)):
+    tf.no_gradient(_type)  # else a tape that is active during a reduction would raise LookupError
 
 Integer: TypeAlias = int | tf.Tensor
 Real: TypeAlias = float | tf.Tensor

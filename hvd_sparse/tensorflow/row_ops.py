@@ -66,7 +66,3 @@ def filter_threshold_rows(values: tf.Tensor, thresholds: tf.Tensor) -> tf.Tensor
             matrix.
     """
     return _ops.hvd_sparse_filter_threshold_rows(values, thresholds)
-
-
-for _name in ("SelectTopKRows", "LaplaceThresholdRows", "FilterThresholdRows"):
-    tf.no_gradient(f"HvdSparse{_name}")

@@ -5,6 +5,8 @@ test_ops.py and test_wire.py test the core with awkward values; this file tests 
 
 import functools
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import tensorflow as tf
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensorflow.python.framework.ops import gradient_registry
 from test_ops import DTYPES, SPECIAL, entries, same
 from test_wire import GOOD, K, N, changed
 from tiers import examples
@@ -347,3 +350,11 @@ def test_only_tokens_are_stateful():
 def test_token():
     for token in both("token", (INTEGER,), 3):
         same(token, np.float32([1, 4]))
+
+
+def test_no_operator_lacks_an_entry_in_the_registry_of_gradients():
+    """Without one, a tape that is active during a reduction raises LookupError."""
+    sources = (Path(__file__).resolve().parents[2] / "csrc" / "tensorflow").glob("*ops.cc")
+    types = [name for source in sources for name in re.findall(r'REGISTER_OP\("(\w+)"\)', source.read_text())]
+    assert {"HvdSparseToken", "HvdSparseTakeSum", "HvdSparseFilterBucket"} <= set(types)
+    assert [gradient_registry.lookup(name) for name in types] == [None] * len(types)
