@@ -7,6 +7,7 @@ numbers.
 
 import contextlib
 import itertools
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -44,6 +45,10 @@ class Exchange(Members):
     def describe(self) -> str:
         """Return a line that identifies the compressor, for the configuration check across ranks."""
         return f"compressor = {self._prefix}"
+
+    def op_name(self, name: str) -> str:
+        """Return a name for a tensor that Horovod all-reduces: Horovod calls its collective after the tensor."""
+        return re.sub(r"[^A-Za-z0-9_.-]", "_", f"{self._prefix}.{name}")
 
     def is_used(self) -> bool:
         """Return whether Horovod will call the compressor: not on a single rank, nor outside the process set."""

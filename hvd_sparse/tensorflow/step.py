@@ -189,8 +189,7 @@ class Step:
         loss_scale = self._loss_scale.read_value() if scale is None else scale
         # A gradient is S * passes times the mean, and so is the result that Horovod divides by `passes` afterwards.
         units = Units(self.exchange.size(), reduction, loss_scale * passes)
-        now = Round(number, number + base, density, is_dense, units, suffix)
-        now.seconds = seconds
+        now = Round(number, number + base, density, is_dense, units, suffix, seconds=seconds)
         if is_dense is not None:
             now.is_active = tf.logical_not(is_dense)
         now.present = check_presence(self.exchange, suffix, number, loss_scale, self._is_misplaced(), lines)
@@ -365,14 +364,15 @@ class Step:
 
     def _carry(self, arrival: Arrival, now: Round) -> None:
         """Set the tensor that Horovod all-reduces: a token, or the dense tensor."""
+        name = self.exchange.op_name(f"{arrival.name}{now.suffix}")
         if arrival.is_sparse and (now.is_dense is None or self.hosts is not None):
             # In the type of a dense gradient: `groups` of Horovod all-reduce tensors of one type together.
-            arrival.carried = tf.cast(now.token, arrival.feedback.dense_dtype(arrival.dtype))
+            arrival.carried = tf.identity(tf.cast(now.token, arrival.feedback.dense_dtype(arrival.dtype)), name)
             now.counted.add(payload_bytes=TOKEN_ELEMENTS * arrival.carried.dtype.size)
             return
         sent, size = arrival.taken[0], tf.constant(arrival.feedback.size, tf.int64)
         with beside(self.device):
-            arrival.carried = once(now.present, tf.reshape(sent, [-1]) if arrival.is_sparse else sent)
+            arrival.carried = once(now.present, tf.reshape(sent, [-1]) if arrival.is_sparse else sent, name)
         # Not tf.size: TensorFlow's graph optimizer assumes the shape of one branch for both.
         elements = tf.where(now.is_dense, size, tf.constant(TOKEN_ELEMENTS, tf.int64)) if arrival.is_sparse else size
         now.counted.add(payload_bytes=elements * sent.dtype.size)

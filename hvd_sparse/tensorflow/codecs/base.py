@@ -266,7 +266,7 @@ def gather(exchange: Exchange, name: str, payloads: tf.Tensor, most_bytes: int, 
     return gathered
 
 
-def once(operation: tf.Operation, tensor: tf.Tensor) -> tf.Tensor:
-    """Return the tensor with a dependency on the operation."""
+def once(operation: tf.Operation, tensor: tf.Tensor, name: str | None = None) -> tf.Tensor:
+    """Return the tensor, under this name, with a dependency on the operation."""
     with tf.control_dependencies([operation]):
-        return tf.identity(tensor)
+        return tf.identity(tensor, name)
