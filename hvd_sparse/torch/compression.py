@@ -8,6 +8,7 @@ and gradient_predivide_factor work as usual.
 import gc
 import itertools
 import weakref
+from time import monotonic
 
 import horovod.torch as hvd
 import torch
@@ -25,7 +26,7 @@ from hvd_sparse.torch.gradient_checks import GradientChecks
 from hvd_sparse.torch.in_flight import extra_reference
 from hvd_sparse.torch.optimizer_checks import DISCARDED, have_gradients
 from hvd_sparse.torch.parameters import NamedParameters
-from hvd_sparse.torch.presence import ANSWER_SECONDS
+from hvd_sparse.torch.presence import ANSWER_SECONDS, is_late
 from hvd_sparse.torch.tokens import reduction_scale
 from hvd_sparse.torch.weights_check import WeightsCheck
 from hvd_sparse.turns_check import TurnsCheck
@@ -38,10 +39,10 @@ STEP_HAS_FAILED = (
 )
 WAITED_IN_VAIN = (
     "hvd_sparse: in backward(), this rank has waited {:g} s for another rank, which has no gradient of this step yet: "
-    "it has skipped its backward pass, or is late. In the next {} steps payloads are sent in optimizer.step() only, so "
-    "that backward() does not wait"
+    "it has skipped its backward pass, is late, or waits for this rank in a collective of its backward pass. In the "
+    "next {} steps payloads are sent in optimizer.step() only, so that backward() does not wait"
 )
-STEPS_AFTER_A_WAIT = 16  # in which nothing is sent in backward, after a wait in vain; twice as many after each next one
+STEPS_AFTER_A_WAIT = 16  # in which nothing is sent in backward, after a wait in vain; then 32, 64, ..., at most 1024
 _clock = itertools.count(1)  # of the steps of all compressors
 _compressors: weakref.WeakSet["SparseCompressor"] = weakref.WeakSet()
 
@@ -71,14 +72,15 @@ class SparseCompressor(Compressor):
         self._open: set[str] = set()  # compressed, not yet decompressed
         self._references: list[torch.Tensor] = []  # gradients that Horovod all-reduces
         self._optimizers = TurnsCheck()
-        _compressors.add(self)
-        self._start_check()
         self._weights_check = WeightsCheck(self._parameters, self._collectives)
         self._gradient_checks = GradientChecks(self._parameters, self._collectives)
         self._waits_in_vain = 0  # in backward, for a rank that had no gradient
         self._steps_off = 0  # the number of next steps in which nothing is sent in backward, after a wait in vain
         self._began = [0, 0, 0]  # by `_clock`, the last three steps; 0: none
+        self._ended_at = monotonic()  # when this rank began to send what was left of the last step
         self._has_warned_of_sparse = False
+        _compressors.add(self)
+        self._start_check()
         if algorithm.replaces_optimizer and self._collectives.is_alone():
             warn(not_called(algorithm.name))
 
@@ -172,7 +174,8 @@ class SparseCompressor(Compressor):
 
     def _begin(self) -> None:
         self._began = [*self._began[1:], next(_clock)]
-        self._step.sends_early = runs_backward() and self._is_alone() and self._steps_off == 0
+        is_on_time = self._steps_off == 0 and not is_late(monotonic() - self._ended_at)
+        self._step.sends_early = runs_backward() and self._is_alone() and is_on_time
         self._steps_off = max(0, self._steps_off - 1)
         super()._begin()
 
@@ -187,11 +190,12 @@ class SparseCompressor(Compressor):
     def _stop_sending_early(self) -> None:
         """Send nothing more in backward, in this step and some of the next ones: a rank has no gradient, or is late."""
         self._step.sends_early = False
-        self._steps_off = STEPS_AFTER_A_WAIT << self._waits_in_vain
+        self._steps_off = STEPS_AFTER_A_WAIT << min(self._waits_in_vain, 6)
         self._waits_in_vain += 1
         warn(WAITED_IN_VAIN.format(ANSWER_SECONDS, self._steps_off))
 
     def _finish(self) -> None:
+        self._ended_at = monotonic()
         self._gradient_checks.check(calling_optimizer(self), self._step.arrivals)
         super()._finish()
         self._weights_check.compare()  # all ranks are in this step, and no optimizer has stepped

@@ -21,7 +21,7 @@ from hvd_sparse.torch.error_feedback import ErrorFeedback, StatePart, clip_ratio
 from hvd_sparse.torch.exchange import Exchange, Pending
 from hvd_sparse.torch.hosts import Host, Shard, ShardResult, Shards
 from hvd_sparse.torch.optimizer_step import OptimizerStep
-from hvd_sparse.torch.parameters import Parameters
+from hvd_sparse.torch.parameters import Parameters, gradient_dtype
 from hvd_sparse.torch.presence import Presence
 from hvd_sparse.torch.step import Step
 from hvd_sparse.torch.traffic import PartOfStep, Traffic
@@ -53,7 +53,6 @@ class HierarchicalStep(OptimizerStep):
 
         # What `begin` sets anew for each step:
         self.number = self.rank = 0
-        self._presence: Presence
         self._planned: dict[str, list[str]] = {}  # the tensors of the messages within the host, by title
         self._missing: dict[str, set[str]] = {}  # of these, the tensors without a gradient so far
         self._title_of: dict[str, str] = {}
@@ -392,5 +391,5 @@ class HierarchicalStep(OptimizerStep):
             with self.traffic.timed("exchange"):
                 reduced = pending.wait().mul_(scale)
         total = self.inner.result(arrival, reduced, scale).view(-1)
-        dtype, inner = self.parameters[name].dtype, self.inner
+        dtype, inner = gradient_dtype(self.parameters[name]), self.inner
         return inner.feedback[name].keep_excess(total, dtype, inner.rank, inner.units, scale).float()

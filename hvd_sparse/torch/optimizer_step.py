@@ -40,7 +40,7 @@ class OptimizerStep(abc.ABC):
     thresholds: Mapping  # by name; they persist across steps and are part of a checkpoint
     regions: dict  # of reduce-scatters, by the tensors of their messages; part of a checkpoint
     units: Units  # of the step under way
-    _presence: Presence  # its check
+    _presence: Presence  # the presence check of the step under way
 
     def __init__(self, algorithm: Algorithm, parameters: Parameters, exchange: Exchange, traffic: Traffic):
         self.algorithm, self.parameters, self.exchange, self.traffic = algorithm, parameters, exchange, traffic

@@ -123,7 +123,10 @@ def can_train(parameter: torch.Tensor) -> bool:
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the parameter's gradients: another than its own, if the user has set `grad_dtype`."""
+    """Return the dtype of the parameter's gradients: another than its own, if the user has set `grad_dtype`.
+
+    None there, for gradients of any dtype, counts as the parameter's own.
+    """
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 

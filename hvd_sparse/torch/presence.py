@@ -12,7 +12,7 @@ Horovod names a user's collective without a name after the number of calls befor
 between backward and the optimizer's step, or within the backward pass, as in the gradient of `hvd.allgather`. So what
 is sent before the optimizer's step must be sent at the same place on all ranks, or nowhere: when the gradient that
 completes it arrives, each rank waits for the others' answers. The same sum decides: payloads are sent early only if
-every rank has added 1.
+every rank has added 1. A rank that is so late that others may have waited in vain adds 0.
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,14 @@ from hvd_sparse.timeouts import TIMEOUT_SECONDS
 from hvd_sparse.torch.exchange import FURTHER_NUMBERS, Exchange, Pending
 
 ANSWER_SECONDS = min(60.0, TIMEOUT_SECONDS)  # for the answers of all ranks, in a backward pass
+
+
+def is_late(seconds: float) -> bool:
+    """Return whether others may have waited in vain for a rank that has sent nothing for some seconds.
+
+    Others can begin a step only when this rank has sent its last message of the step before.
+    """
+    return seconds > 0.9 * ANSWER_SECONDS
 
 
 class Presence:

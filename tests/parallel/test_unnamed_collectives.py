@@ -197,6 +197,27 @@ def test_a_dropped_compressor_that_only_one_rank_still_has_begins_nothing(ranks_
         gc.enable()
 
 
+@pytest.mark.filterwarnings("ignore:hvd_sparse. in backward")
+@pytest.mark.parametrize("variant", ["gather", "hierarchical"])
+def test_a_rank_so_late_that_others_have_waited_in_vain(variant, ranks_have_made_as_many_calls, monkeypatch):
+    """It knows all answers at once, but must not send in backward what the others send in their optimizer's step."""
+    monkeypatch.setattr(hierarchical, "HOST_BYTES", 1)
+    monkeypatch.setattr(compression, "STEPS_AFTER_A_WAIT", 1)
+    parameters, optimizer, one = make(variant)
+    early = []
+    for t in range(7):
+        optimizer.zero_grad()
+        monkeypatch.setattr(presence, "ANSWER_SECONDS", 0.3 if t == 3 else 60.0)
+        if t == 3 and hvd.rank() == 1:
+            time.sleep(1.0)
+        late_backward(parameters, t)
+        early.append(one._step.sends_early)
+        assert ranks_have_made_as_many_calls(), t
+        optimizer.step()
+    assert early == [True, True, True, False, hvd.rank() == 1, True, True]
+    assert_ranks_agree(parameters)
+
+
 def test_backward_waits_for_a_rank_without_gradients_once(ranks_have_made_as_many_calls, monkeypatch):
     """That rank begins its step in its optimizer, after a collective in which the others take part after backward."""
     monkeypatch.setattr(compression, "STEPS_AFTER_A_WAIT", 2)

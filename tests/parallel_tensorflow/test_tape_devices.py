@@ -47,7 +47,6 @@ def nodes_of(graph):
 @several
 @pytest.mark.parametrize("dtype", [tf.float32, tf.float16], ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("kind", SETTINGS)
-@pytest.mark.each_value
 def test_results_are_those_without_a_gpu(monkeypatch, kind, dtype):
     *_, expected = train(kind, dtype)
     monkeypatch.setattr(hvd_sparse.tensorflow.compression, "place_buffers", lambda *arguments, warns: GPU)

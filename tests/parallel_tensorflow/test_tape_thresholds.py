@@ -92,7 +92,6 @@ def test_sidco_is_that_of_the_paper():
     ],
     ids=lambda form: form["values"],
 )
-@pytest.mark.each_value
 def test_nothing_is_lost_and_ranks_agree(make, form):
     reduce = reducer(make, **form)
     balance = {name: np.zeros(FEW[name]) for name in SPARSE}
