@@ -79,8 +79,8 @@ def check_optimizer(call: Call, algorithm: Algorithm, exchange: Exchange, is_sca
 def warn_of_twins(call: Call, variables: Variables) -> None:
     """Warn if Horovod keeps this call's graph, and others of the compressor have the shape and type of its variables.
 
-    Under a tape outside a tf.function, and in its Keras optimizers, Horovod reduces in a tf.function of its own, one
-    for each compressor, and for each of these optimizers. TensorFlow tells its calls apart by shapes and types, not by
+    Under a tape outside a tf.function, and in its Keras optimizers, Horovod builds a tf.function that reduces: one for
+    each compressor, or for each of these optimizers. TensorFlow tells its calls apart by shapes and types, not by
     variables: for a later call with one of the others it would run the graph of this call, with its residuals.
     """
     own = variables.names_of(call.variables)

@@ -66,7 +66,7 @@ def test_each_call_in_one_graph_has_its_own_names():
 
 
 def test_two_compressors_train_in_two_threads():
-    """Each thread starts collectives in an order of its own: they meet by name."""
+    """The threads may start their collectives in another order on each rank: Horovod matches them by name."""
     shapes = {"first": (60, 50), "second": (30,)}
     trained = [{"variables": make_variables(shapes), "out": []} for _ in range(2)]
     for one in trained:
